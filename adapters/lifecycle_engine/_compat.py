@@ -79,6 +79,24 @@ def config_of(checkpoint: str | Path) -> Any:
         )
 
 
+def max_positions(text: Any) -> int:
+    """Return the maximum number of positions of a language model.
+
+    Where frequencies depend on the longest request of a batch, requests would change
+    each other's tokens; such models are limited to the length where that starts.
+    """
+    limit: int = text.max_position_embeddings
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        limit = min(limit, rope["original_max_position_embeddings"])
+    return limit
+
+
+def slot_length(text: Any, wanted: int | None) -> int:
+    """Return the tokens of a KV slot: *wanted*, or the model's maximum up to 8192."""
+    return wanted or min(max_positions(text), 8192)
+
+
 def generation_file(checkpoint: str | Path) -> str:
     """Return the name of the file with a checkpoint's generation config.
 

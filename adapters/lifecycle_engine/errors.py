@@ -18,6 +18,10 @@ class BadChat(ValueError):
     """A chat that cannot become a prompt. The message never quotes its content."""
 
 
+class ChatTooLong(BadChat):
+    """A chat of more tokens than the engine takes."""
+
+
 class BadImage(ValueError):
     """An image that cannot be used. The message never quotes its content.
 
@@ -79,7 +83,8 @@ def to_api_error(error: Exception) -> ApiError | None:
     if isinstance(error, (BadChat, BadImage)):
         param, code = "messages", "invalid_image"
         if isinstance(error, BadChat):
-            code = "invalid_value"
+            long = isinstance(error, ChatTooLong)
+            code = "context_length_exceeded" if long else "invalid_value"
         return bad_request(_capitalized(str(error)), param=param, code=code)
     if isinstance(error, RequestRejected):
         return _rejected(error)

@@ -97,7 +97,7 @@ def _make_app(config: ServerConfig) -> Starlette:
     images = total and shares(total)[-1]
     return create_app(
         engine,
-        make_processor(folder, empty),
+        make_processor(folder, empty, config.model.max_length),
         gate=gate(
             # In shadow, memory that the engine shares is a limit all the same: there is
             # no more of it.
@@ -264,7 +264,9 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("PyTorch was not found")
 
 
-def make_processor(folder: Path | None, empty: Empty | None) -> Processor:
+def make_processor(
+    folder: Path | None, empty: Empty | None, max_length: int | None
+) -> Processor:
     """The processor of a checkpoint; of the simulated model if there is none."""
     if folder is None:
         from lifecycle_engine.sim import SimProcessor
@@ -275,7 +277,7 @@ def make_processor(folder: Path | None, empty: Empty | None) -> Processor:
         from lifecycle_engine.processing.chat_processor import ChatProcessor
 
         hf("set_verbosity_error", "utils.logging")()
-        return ChatProcessor(folder, empty=empty)
+        return ChatProcessor(folder, max_length=max_length, empty=empty)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import parse_responses
 from lifecycle_engine.api.openapi import openapi_document
 from lifecycle_engine.api.operations import page
-from lifecycle_engine.errors import to_api_error
+from lifecycle_engine.errors import ChatTooLong, to_api_error
 from lifecycle_engine.multimodal.limits import decode_data_url
 from lifecycle_zmq import RequestRejected
 
@@ -332,6 +332,7 @@ def header(error: ApiError, name: str) -> str | None:
         (SessionEnded("no", outcome="cancelled"), 499, "cancelled", None),
         (BadImage("image 1 is damaged"), 400, "invalid_image", None),
         (BadChat("no"), 400, "invalid_value", None),
+        (ChatTooLong("no"), 400, "context_length_exceeded", None),
         (RequestRejected("duplicate_key", "no"), 500, "engine_error", None),
         (ApiError(429, "no", code="c", retry_after=0.2), 429, "c", "1"),
     ],

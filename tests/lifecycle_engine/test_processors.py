@@ -368,6 +368,19 @@ def test_qwen_scales_down_to_the_checkpoint(
     assert 0.9 < prepared.nbytes / (24 * 1280 * 28 * 28) <= 1.0
 
 
+def test_qwen_decodes_no_more_images_than_fit_a_prompt(
+    checkpoint: Path, picture: Callable[..., bytes]
+) -> None:
+    """Of many images, only so many are decoded as the engine has positions for."""
+    from lifecycle_engine import ChatProcessor
+
+    processor = ChatProcessor(checkpoint, max_length=100)
+    images = [picture(280, 140, seed=seed) for seed in range(3)]
+    assert processor.prepare(chat(*images[:2], "see")).prompt_tokens > 100
+    with pytest.raises(BadChat, match="3 of 4 images are 150 tokens; the limit is 100"):
+        processor.prepare(chat(*images, b"is not decoded", "see"))
+
+
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|im_start|>", "<|im_end|>"])
 def test_qwen_refuses_control_tokens_in_text(processor: Any, token: str) -> None:
     """Text cannot open a turn of its own or stand for an image."""

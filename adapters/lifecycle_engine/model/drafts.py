@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lifecycle_engine._compat import max_positions
 from lifecycle_engine.core.model_runner import Prompt, Sampling
 from lifecycle_engine.model.cuda_graphs import (
     Drafts,
@@ -24,7 +25,6 @@ from lifecycle_engine.model.device_copies import small_tensor
 from lifecycle_engine.model.families import (
     family_of,
     freeze_rope_frequencies,
-    max_positions,
     takes_images,
 )
 from lifecycle_engine.model.forward_pass import ForwardPass

@@ -388,21 +388,8 @@ def takes_images(config: Any) -> bool:
     return config.model_type in _FAMILIES
 
 
-def max_positions(text: Any) -> int:
-    """Return the maximum number of positions of a language model.
-
-    Where frequencies depend on the longest request of a batch, requests would change
-    each other's tokens; such models are limited to the length where that starts.
-    """
-    limit: int = text.max_position_embeddings
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        limit = min(limit, rope["original_max_position_embeddings"])
-    return limit
-
-
 def freeze_rope_frequencies(text: Any) -> None:
-    """Keep a language model from adapting its frequencies; see `max_positions`.
+    """Keep a language model from adapting its frequencies; as `max_positions` needs.
 
     The check synchronises with the device in each forward pass, which no CUDA graph
     can capture.

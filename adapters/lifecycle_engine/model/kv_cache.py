@@ -25,8 +25,6 @@ from lifecycle_engine._compat import hf
 from lifecycle_engine.core.slots import PrefixContents
 from lifecycle_engine.model.sampler import Sampler
 
-# Default limit of the positions of a slot.
-MAX_LENGTH = 8192
 _Cache: Any = hf("Cache", "cache_utils")
 _CacheLayer: Any = hf("CacheLayerMixin", "cache_utils")
 

@@ -14,9 +14,10 @@ from lifecycle_engine._compat import (
     hf,
     hide_progress_bars,
     readable_errors,
+    slot_length,
 )
-from lifecycle_engine.model.families import family_of, max_positions, takes_images
-from lifecycle_engine.model.kv_cache import MAX_LENGTH, slot_bytes
+from lifecycle_engine.model.families import family_of, takes_images
+from lifecycle_engine.model.kv_cache import slot_bytes
 from lifecycle_engine.model.sampler import GenerationRules
 
 _ATTENTION = "sdpa"
@@ -141,7 +142,7 @@ def estimate_memory(
     dtype = torch.float32
     if cuda:
         dtype = config.dtype or text.dtype or dtype
-    length = max_length or min(max_positions(text), MAX_LENGTH)
+    length = slot_length(text, max_length)
     return CheckpointMemory(
         str(dtype).removeprefix("torch."),
         length,

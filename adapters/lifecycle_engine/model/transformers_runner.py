@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lifecycle_engine._compat import max_positions, slot_length
 from lifecycle_engine.core.model_runner import (
     Emitted,
     Prompt,
@@ -32,12 +33,10 @@ from lifecycle_engine.model.families import (
     family_of,
     freeze_rope_frequencies,
     image_spans,
-    max_positions,
     tensors_needed_until,
 )
 from lifecycle_engine.model.forward_pass import ForwardPass
 from lifecycle_engine.model.kv_cache import (
-    MAX_LENGTH,
     WHOLE,
     BatchRows,
     Part,
@@ -417,8 +416,8 @@ def _check_graphs(graphs: GraphMode, device: torch.device) -> None:
 
 
 def _slot_length(model: Any, max_length: int | None) -> int:
-    limit = max_positions(model.config.get_text_config())
-    length = max_length or min(limit, MAX_LENGTH)
+    text = model.config.get_text_config()
+    limit, length = max_positions(text), slot_length(text, max_length)
     if not 2 <= length <= limit:
         raise ValueError(f"max_length is {length}; the model takes 2 to {limit}")
     return length

@@ -18,9 +18,10 @@ from lifecycle_engine._compat import (
     generation_options,
     hf,
     readable_errors,
+    slot_length,
     token_ids,
 )
-from lifecycle_engine.errors import BadChat, BadImage
+from lifecycle_engine.errors import BadChat, BadImage, ChatTooLong
 from lifecycle_engine.multimodal import decode
 from lifecycle_engine.processing.image_processor import image_preprocessor_for
 from lifecycle_engine.processing.processor import (
@@ -141,6 +142,7 @@ class ChatProcessor:
         self,
         checkpoint: str | Path,
         *,
+        max_length: int | None = None,
         max_pixels: int = 40_000_000,
         empty: Empty | None = None,
     ) -> None:
@@ -148,6 +150,7 @@ class ChatProcessor:
 
         Args:
             checkpoint: The folder.
+            max_length: Tokens of a KV slot; ``None`` is the default of the engine.
             max_pixels: Images with more pixels are refused; others are scaled to the
                 limits of the checkpoint.
             empty: Allocates the pixel buffers; ``None`` uses ordinary memory.
@@ -157,7 +160,9 @@ class ChatProcessor:
                 does not fit the model, or the chat template is missing or fails.
         """
         folder = Path(checkpoint)
-        size: int = config_of(folder).get_text_config().vocab_size
+        text = config_of(folder).get_text_config()
+        size: int = text.vocab_size
+        self._max_length = slot_length(text, max_length)
         with readable_errors("tokenizer"):
             self._tokenizer: Any = hf("AutoTokenizer").from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
@@ -186,6 +191,7 @@ class ChatProcessor:
             BadChat: The chat contains a control token of the model, or an image and
                 the model takes none.
             BadImage: An image cannot be decoded, or is too large or too thin.
+            ChatTooLong: The engine takes fewer tokens than the images are.
         """
         encoded: list[bytes] = []
         messages = [
@@ -277,12 +283,19 @@ class ChatProcessor:
 
     def _tensors(self, encoded: list[bytes]) -> dict[str, np.ndarray]:
         assert self._images is not None
-        parts = []
+        parts, tokens = [], 0
         for at, data in enumerate(encoded, 1):
             # One at a time: each decoded image is freed before the next is decoded.
             image = decode.decode(data, at, max_pixels=self._max_pixels)
             parts.append(self._images.tensors(image, at))
             del image
+            # And no more than can be used.
+            tokens += sum(self._images.counts(parts[-1]))
+            if tokens > self._max_length:
+                raise ChatTooLong(
+                    f"{at} of {len(encoded)} images are {tokens} tokens; the limit is "
+                    f"{self._max_length}: send fewer images, or smaller ones"
+                )
         if len(parts) == 1 and self._empty is None:
             return parts[0]
         return {name: self._join(name, parts) for name in list(parts[0])}

@@ -14,25 +14,11 @@ from lifecycle._gate import Gate
 from lifecycle._queues import HELD, Ticket
 from lifecycle._ticket_gate import TicketGate
 
+from . import wire
 from .loop import Loop
 from .request import Request, ticket
 from .rows import BEATS, BYTES, EPOCH, IDENT, OVER_LIMIT, SLOTS, Capacity, Folder, Row
-from .wire import (
-    ASK,
-    CANCEL,
-    CAPACITY,
-    EXPIRE,
-    GRANT,
-    HELLO,
-    OTHER_VERSION,
-    REFUSE,
-    RELEASE,
-    SETTLE,
-    VERSION,
-    Connection,
-    Frame,
-    is_of_this_user,
-)
+from .wire import Connection, Frame, is_of_this_user
 
 # Seconds from one sign of life of a leader to the next.
 BEAT: Final = 0.05
@@ -268,7 +254,7 @@ class Leader:
 
     def _broadcast(self, capacity: Capacity) -> None:
         for peer in self._peers.values():
-            self._put(peer, CAPACITY, capacity.since, *capacity.limits)
+            self._put(peer, wire.CAPACITY, capacity.since, *capacity.limits)
 
     # Requests.
 
@@ -314,11 +300,11 @@ class Leader:
                 self._worker.decide(number, refusal, self.epoch)
         elif refusal is not None:
             why = type(refusal).__name__, str(refusal), refusal.retry_after
-            self._put(peer, REFUSE, number, *why)
+            self._put(peer, wire.REFUSE, number, *why)
         elif peer.gone:  # it cannot have seen this grant
             self._give_back(peer, number)
         else:
-            self._put(peer, GRANT, number)
+            self._put(peer, wire.GRANT, number)
 
     def _give_back(self, peer: Peer, number: int) -> None:
         ticket = peer.tickets.pop(number, None)
@@ -385,33 +371,33 @@ class Leader:
             self._unsent[peer] = None
 
     def _handle(self, peer: Peer, kind: int, rest: Frame) -> None:
-        if kind == ASK:
+        if kind == wire.ASK:
             request = Request(*rest)
             if self.open:
                 self._submit(peer, request)
             else:
                 self._early.append((peer, request))
-        elif kind == RELEASE:
+        elif kind == wire.RELEASE:
             self._give_back(peer, *rest)
-        elif kind == CANCEL:
+        elif kind == wire.CANCEL:
             self._early = [
                 (other, each)
                 for other, each in self._early
                 if other is not peer or each.number != rest[0]
             ]
             self._give_back(peer, *rest)
-        elif kind == SETTLE:
+        elif kind == wire.SETTLE:
             self._settle(peer, *rest)
-        elif kind == EXPIRE:
+        elif kind == wire.EXPIRE:
             self._expire(peer, *rest)
-        elif kind == CAPACITY:
+        elif kind == wire.CAPACITY:
             self._worker.learn(Capacity(*rest))
-        elif kind == HELLO:
+        elif kind == wire.HELLO:
             version, *greeting = rest
-            if version == VERSION:
+            if version == wire.VERSION:
                 self._greet(peer, *greeting)
             else:
-                self._put(peer, OTHER_VERSION, VERSION)
+                self._put(peer, wire.OTHER_VERSION, wire.VERSION)
 
     def _greet(
         self,
@@ -441,10 +427,10 @@ class Leader:
             for number in list(old.tickets):
                 self._give_back(old, number)
         for each in waiting:
-            self._handle(peer, ASK, each)
+            self._handle(peer, wire.ASK, each)
         self._expected.discard(ident)
         newest = self._worker.capacity
-        self._put(peer, CAPACITY, newest.since, *newest.limits)
+        self._put(peer, wire.CAPACITY, newest.since, *newest.limits)
 
     def _lose(self, peer: Peer) -> None:
         """Take the end of a connection for what it is: a reason to look at the row."""

@@ -22,6 +22,7 @@ from lifecycle._lease import Lease
 from lifecycle._lock import ChangeLock
 from lifecycle._queues import DONE, HELD
 
+from . import wire
 from .leader import Held, Leader
 from .loop import Loop
 from .request import Request
@@ -42,21 +43,7 @@ from .rows import (
     lock_for_life,
     log,
 )
-from .wire import (
-    ASK,
-    CANCEL,
-    CAPACITY,
-    EXPIRE,
-    GRANT,
-    HELLO,
-    OTHER_VERSION,
-    REFUSE,
-    RELEASE,
-    SETTLE,
-    VERSION,
-    Connection,
-    is_of_this_user,
-)
+from .wire import VERSION, Connection, is_of_this_user
 
 # Seconds from one look at the leader's sign of life to the next, and how many looks in
 # vain depose it. Looks are counted, and not seconds: who was stopped itself, or a host
@@ -184,7 +171,7 @@ class Member:
         self.waiting[request.number] = request
         self._count_waiting()
         if self._link is not None:
-            self._tell(ASK, *request.frame())
+            self._tell(wire.ASK, *request.frame())
         # Else the next greeting lists it, or this leader finds it when it opens.
         return False
 
@@ -229,7 +216,7 @@ class Member:
         """Ask for the refusal of a request that has waited for *max_wait*."""
         if self.leader is not None:
             self.leader.expire_here(request.number, max_wait)
-        self._tell(EXPIRE, request.number, max_wait)
+        self._tell(wire.EXPIRE, request.number, max_wait)
 
     def withdraw(self, request: Request, word: int = CANCELLED) -> bool:
         """Take back a request that waits or is held; return whether it waited."""
@@ -240,7 +227,7 @@ class Member:
             request.lease.state = DONE
             if self.leader is not None:
                 self.leader.give_back_here(request.number)
-            self._tell(CANCEL, request.number)
+            self._tell(wire.CANCEL, request.number)
         return waited
 
     def release(self, lease: Lease, *, lost: bool = False) -> bool:
@@ -257,7 +244,7 @@ class Member:
         self.row.words[LOST] += lost
         if self.leader is not None:
             self.leader.give_back_here(lease.number)
-        self._tell(RELEASE, lease.number)
+        self._tell(wire.RELEASE, lease.number)
         return True
 
     def settle(self, lease: Lease, nbytes: int) -> bool:
@@ -270,7 +257,7 @@ class Member:
         lease.bytes = nbytes
         if self.leader is not None:
             self.leader.settle_here(lease.number, nbytes)
-        self._tell(SETTLE, lease.number, nbytes)
+        self._tell(wire.SETTLE, lease.number, nbytes)
         return True
 
     def resize(self, capacity: Capacity) -> None:
@@ -280,7 +267,7 @@ class Member:
             self.row.write_capacity(capacity)
             if self.leader is not None:
                 self.leader.resize_here(capacity)
-            self._tell(CAPACITY, capacity.since, *capacity.limits)
+            self._tell(wire.CAPACITY, capacity.since, *capacity.limits)
 
     def learn(self, capacity: Capacity) -> None:
         """Take a capacity that another worker knows."""
@@ -494,7 +481,7 @@ class Member:
             waiting = [request.frame() for request in self.waiting.values()]
             capacity = self.capacity.since, *self.capacity.limits
             own = self.row.words[IDENT]
-            self._tell(HELLO, VERSION, own, capacity, held, waiting)
+            self._tell(wire.HELLO, VERSION, own, capacity, held, waiting)
         self._greeted = False
         self.loop.watch(sock, partial(self._read, link))
         self._seeks = False
@@ -527,16 +514,16 @@ class Member:
             self.loop.watch(link.sock, partial(self._read, link), write=left)
 
     def _handle(self, link: Connection, kind: int, number: int, *rest: Any) -> None:
-        if kind == GRANT:
+        if kind == wire.GRANT:
             self.decide(number, None, self.epoch)
-        elif kind == REFUSE:
+        elif kind == wire.REFUSE:
             why, message, retry_after = rest
             refusal = _REFUSALS[why](message, retry_after=retry_after)
             self.decide(number, refusal, self.epoch)
-        elif kind == CAPACITY:
+        elif kind == wire.CAPACITY:
             self.learn(Capacity(number, *rest))
             self._is_well()
-        elif kind == OTHER_VERSION:
+        elif kind == wire.OTHER_VERSION:
             what = f"is led by version {number} of its frames, not {VERSION}"
             self._cut_off(f"{what}; restart all workers with the same release")
             link.ended = True

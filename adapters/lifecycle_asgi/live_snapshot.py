@@ -39,7 +39,6 @@ _IPV6_NETWORK: Final = 8  # bytes of what `client_address` returns
 # Viewers do not come at the same moment: a snapshot that is almost due is made.
 _EARLY: Final = 0.9
 
-
 # What a phase of `RequestScope.phase` is called.
 _SHOWN: Final[Mapping[str, ShownPhase]] = {
     "read": "reading",
@@ -50,7 +49,6 @@ _SHOWN: Final[Mapping[str, ShownPhase]] = {
     "stream": "running",
     "cleanup": "ending",
 }
-
 
 _MOST_LISTED: Final = 1000
 _LONGEST_GAP: Final = 5.0

@@ -38,7 +38,6 @@ _COUNT_ATTRIBUTES: Final = {
     "choices": "gen_ai.request.choice.count",
 }
 
-
 __all__ = ("Spans",)
 
 

@@ -56,7 +56,6 @@ _TOKEN_SECONDS: Final = tuple(0.001 * 2**i for i in range(14))
 _ITEMS: Final = tuple(4**i for i in range(8))
 _RATIOS: Final = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0)
 
-
 __all__ = ("Metrics",)
 
 

@@ -44,7 +44,11 @@ if TYPE_CHECKING:
         Sampling as Sampling,
     )
     from lifecycle_engine.core.scheduler import Scheduler as Scheduler
-    from lifecycle_engine.errors import BadChat as BadChat, BadImage as BadImage
+    from lifecycle_engine.errors import (
+        BadChat as BadChat,
+        BadImage as BadImage,
+        ChatTooLong as ChatTooLong,
+    )
     from lifecycle_engine.events import EngineMeasured as EngineMeasured
     from lifecycle_engine.factory import (
         CheckpointError as CheckpointError,
@@ -120,7 +124,7 @@ _MODULES = {
         "Sampling",
     ),
     "core.scheduler": ("Scheduler",),
-    "errors": ("ApiError", "BadChat", "BadImage"),
+    "errors": ("ApiError", "BadChat", "BadImage", "ChatTooLong"),
     "events": ("EngineMeasured",),
     "factory": ("CheckpointError", "make_app"),
     "model.transformers_runner": ("TransformersRunner",),

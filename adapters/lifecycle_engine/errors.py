@@ -19,7 +19,7 @@ class BadChat(ValueError):
 
 
 class ChatTooLong(BadChat):
-    """A chat of more tokens than the engine takes."""
+    """A chat whose images are more tokens than the engine takes."""
 
 
 class BadImage(ValueError):
@@ -41,7 +41,6 @@ def discard_error(error: BaseException) -> None:
 
 
 _INVALID = ("invalid_request", "invalid_tensors", "context_length_exceeded")
-
 
 INTERNAL = ApiError(500, "The server failed; see its log", code="internal_error")
 """For internal errors: the client gets no details."""

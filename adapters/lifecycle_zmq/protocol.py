@@ -265,7 +265,6 @@ TICK: Schema = {
 REPORT: Schema = {"ask": _is_count, "status": is_map}
 FAULT: Schema = {"message": _is_message}
 
-
 MAGIC = b"LCZQ"
 VERSION = 3
 HEADER = struct.Struct("!4sBBHIIQQI")

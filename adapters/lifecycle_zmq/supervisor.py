@@ -286,7 +286,6 @@ Health = Literal[
     "closed",
 ]
 
-
 L = TypeVar("L", bound=EngineInstance)
 Spawn = Callable[[int, float, Callable[[], None]], L]
 """Makes an incarnation from its number, ``retry_after`` in seconds, and a callback for

@@ -25,7 +25,6 @@ LONGEST_WAIT: Final = 1.0
 # The seconds of a wait however long that thread takes.
 FOR_EVER: Final = threading.TIMEOUT_MAX
 
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 

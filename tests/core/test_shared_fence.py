@@ -6,6 +6,7 @@ import selectors
 import socket
 import sys
 import threading
+import time
 from functools import partial
 
 import anyio
@@ -22,6 +23,7 @@ from lifecycle.shared.rows import (
     EPOCH,
     IDENT,
     SLOTS,
+    Capacity,
     Folder,
     Row,
 )
@@ -311,6 +313,49 @@ async def test_leads_with_a_capacity_set_as_it_is_elected(workers, monkeypatch) 
         b.try_admit()
 
 
+async def test_keeps_a_capacity_whose_worker_ends_at_once(workers) -> None:
+    """What was resized is so, though a leader leaves before it could tell anybody."""
+    a, b = workers.two(slots=1)
+    a.resize(slots=2)
+    a.close()
+    await until(lambda: leads(b))
+    with b.try_admit(), b.try_admit(), pytest.raises(GateFull):
+        b.try_admit()
+
+
+@pytest.mark.parametrize(("later", "slots"), [(0, 5), (3600, 1)])
+async def test_buries_who_died_before_it_greeted(workers, later, slots) -> None:
+    """Its row goes, and the capacity that it set stays: but for that of another boot."""
+    gate = workers(slots=1)
+    (await gate.admit()).release()
+    folder = Folder(gate.folder)
+    row = folder.join()
+    row.write_capacity(Capacity(time.monotonic_ns() + later * 10**9, 5, None))
+    row.close()
+    await until(lambda: len(list(workers.folder.glob("row.*"))) == 1)
+    folder.close()
+    assert gate.statistics().slots == slots
+
+
+async def test_counts_once_what_it_could_not_bury(workers, monkeypatch) -> None:
+    """Where the row of a dead worker cannot be removed yet, nothing counts twice."""
+    a, b = workers.two(slots=1)
+    b.try_admit().release()
+    remove, failed = a._member.folder.remove, []
+
+    def fail_once(row):
+        if not failed:
+            failed.append(OSError("no descriptors are left"))
+            raise failed[0]
+        remove(row)
+
+    monkeypatch.setattr(a._member.folder, "remove", fail_once)
+    b.close()
+    await until(lambda: failed and leads(a))
+    await until(lambda: len(list(workers.folder.glob("row.*"))) == 1)
+    assert a.statistics().admitted == 1
+
+
 async def test_lets_one_of_two_candidates_lead(workers, monkeypatch) -> None:
     """Who comes second in an election follows who came first."""
     a, b = workers.two(slots=1)
@@ -410,6 +455,18 @@ def raw(workers):
     yield make
     for each in made:
         each.close()
+
+
+async def test_sees_who_died_and_whose_connection_lives(raw) -> None:
+    """A child of another program may have the connection, and has no lock."""
+    gate, odd = raw()
+    odd.row.add(1, 0)
+    odd.hello(held=[(1, 1, 0, None)])
+    await until(lambda: gate.statistics().slots_in_use == 1)
+    await until(lambda: gate._member.leader._peers)
+    odd.row.close()
+    (await gate.admit(max_wait=60)).release()
+    assert not gate._member.leader._peers
 
 
 ASK = (wire.ASK, 1, 0.0, 1, 0, None, 0, True)

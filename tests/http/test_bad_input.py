@@ -24,7 +24,15 @@ from http_kit import (
     user,
 )
 
-from lifecycle_engine import AppSettings, BadChat, BadImage, Chat, MediaLimits, Prepared
+from lifecycle_engine import (
+    AppSettings,
+    BadChat,
+    BadImage,
+    Chat,
+    ChatTooLong,
+    MediaLimits,
+    Prepared,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = [{"role": "user", "content": "hello"}]
@@ -435,7 +443,7 @@ async def test_names_the_field_of_its_own_api(asked: str) -> None:
             assert told.json()["error"]["param"] == field
 
 
-@pytest.mark.parametrize("error", [BadChat("no"), BadImage("no")])
+@pytest.mark.parametrize("error", [BadChat("no"), BadImage("no"), ChatTooLong("no")])
 async def test_names_the_field_of_what_the_processor_refuses(error: Exception) -> None:
     """Errors that are found after the body is read also name their field."""
 
@@ -443,7 +451,7 @@ async def test_names_the_field_of_what_the_processor_refuses(error: Exception) -
         def prepare(self, chat: Chat) -> Prepared:
             raise error
 
-    cases = PICTURES if isinstance(error, BadImage) else LONG
+    cases = LONG if type(error) is BadChat else PICTURES
     async with asyncio.timeout(120), running(processor=Refusing()) as server:
         for path, (ask, field) in cases.items():
             url = f"http://127.0.0.1:{server.port}{path.removesuffix('-chat')}"

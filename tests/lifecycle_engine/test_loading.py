@@ -134,6 +134,16 @@ def test_checkpoint_without_a_tokenizer_is_refused(
         ChatProcessor(folder)
 
 
+def test_model_of_an_unknown_family_is_left_to_the_engine(
+    copied: Callable[..., Path],
+) -> None:
+    """Which names those that it knows; some configs have no maximum of positions."""
+    folder = copied("qwen3")
+    config = '{"model_type": "bloom", "vocab_size": 1024}'
+    (folder / "config.json").write_text(config)
+    ChatProcessor(folder)
+
+
 def test_tokenizer_that_outgrew_the_model_is_refused(
     copied: Callable[..., Path],
 ) -> None:

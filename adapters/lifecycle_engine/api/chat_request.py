@@ -220,14 +220,12 @@ UNSUPPORTED: Unsupported = {
     "web_search_options": (),
 }
 
-
 MAX_PARTS = 4096
 MAX_MESSAGES = 4096
 # Each choice is a separate engine request with its own copy of the images.
 _MAX_CHOICES = 16
 # The model of `/generate` requests that name none: any. No client can send it.
 ANY_MODEL = ""
-
 
 # For readers of the schemas; the values are checked where they are decoded.
 URI: dict[str, Any] = {"format": "uri"}

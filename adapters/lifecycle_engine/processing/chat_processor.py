@@ -162,7 +162,6 @@ class ChatProcessor:
         folder = Path(checkpoint)
         text = config_of(folder).get_text_config()
         size: int = text.vocab_size
-        self._max_length = slot_length(text, max_length)
         with readable_errors("tokenizer"):
             self._tokenizer: Any = hf("AutoTokenizer").from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
@@ -173,6 +172,7 @@ class ChatProcessor:
         self._empty: Empty | None = None
         self._pad: int | None = None
         if self._images is not None:
+            self._max_length = slot_length(text, max_length)
             self._pad = self._tokenizer.convert_tokens_to_ids(self._images.token)
         added = self._tokenizer.added_tokens_decoder
         self._control = tuple(

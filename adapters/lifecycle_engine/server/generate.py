@@ -31,6 +31,7 @@ from lifecycle_engine.errors import (
     INTERNAL,
     BadChat,
     BadImage,
+    ChatTooLong,
     is_slow_client,
     to_api_error,
 )
@@ -46,7 +47,6 @@ EngineRequest = tuple[dict[str, Any], Payload[Mapping[str, Any]]]
 
 # Raised before the engine has run anything of a request.
 _REFUSED_BY_ENGINE = (BadChat, BadImage, RequestRejected)
-
 
 _CALL = "lifecycle_engine.call"
 
@@ -157,7 +157,7 @@ class GenerateEndpoint:
         except Exception as error:  # noqa: BLE001 - uvicorn would log its text
             problem = to_api_error(error) or INTERNAL
             if isinstance(error, (BadChat, BadImage)):
-                is_image = isinstance(error, BadImage)
+                is_image = isinstance(error, (BadImage, ChatTooLong))
                 problem.param = fields.images if is_image else fields.text
             if problem.status == INTERNAL.status:
                 request.fail(error)

@@ -130,7 +130,6 @@ _NOTHING = memoryview(b"")
 # Larger tensors get a mapping, which is unmapped with them.
 _MAPPED_BYTES = 64 * 2**10
 
-
 # A `FrameWriter` hands the whole rest of a message to the system, which passes it on in
 # larger pieces, however long one of the processes is stopped between them.
 _TRICKLE_BYTES = 4096

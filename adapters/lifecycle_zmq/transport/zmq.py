@@ -203,7 +203,6 @@ _OPTIONS: dict[int, int] = {
     zmq.MAXMSGSIZE: protocol.largest_head(protocol.FROM_ENGINE),
 }
 
-
 # Shorter parts share a receive buffer of libzmq, which they would keep alive.
 _COPIED_BYTES = 16 * 2**10
 # As int: enumerations take longer than the socket does.

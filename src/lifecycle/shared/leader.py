@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Final, Protocol
 
@@ -171,6 +171,7 @@ class Leader:
                 worker.loop.watch(self._listener, self._accept)
             worker.row.words[BEATS] += 1
             self._tickets.recheck()
+            self._find_dead()
             self._reap()
             over = self._tickets.gate.statistics().over_limit
             worker.row.words[OVER_LIMIT] = self._over_limit + over
@@ -451,6 +452,16 @@ class Leader:
             self._missing[peer.ident] = peer
             self._lost_at = self._clock()
             self._reap()
+
+    def _find_dead(self) -> None:
+        """See who died unheard: before it greeted, or a child has its connection."""
+        for peer in list(self._peers.values()):
+            if peer.row is not None and not peer.row.alive:
+                self._lose(peer)
+        folder, own = self._worker.folder, self._worker.row.words[IDENT]
+        with suppress(OSError):  # no descriptors are left: with a later beat
+            for row in folder.dead_rows({own, *self._peers, *self._missing}):
+                self._missing[row.words[IDENT]] = Peer(None, row)
 
     def _reap(self) -> None:
         """Take back what dead workers held."""

@@ -22,27 +22,11 @@ from lifecycle._lease import Lease
 from lifecycle._lock import ChangeLock
 from lifecycle._queues import DONE, HELD
 
-from . import wire
+from . import rows, wire
 from .leader import Held, Leader
 from .loop import Loop
 from .request import Request
-from .rows import (
-    ADMITTED,
-    BEATS,
-    CANCELLED,
-    EPOCH,
-    IDENT,
-    LOST,
-    REFUSED,
-    RELEASED,
-    WAITING as WAITING_WORD,
-    Capacity,
-    Folder,
-    Row,
-    count_on,
-    lock_for_life,
-    log,
-)
+from .rows import Capacity, Folder, Row, count_on, lock_for_life, log
 from .wire import VERSION, Connection, is_of_this_user
 
 # Seconds from one look at the leader's sign of life to the next, and how many looks in
@@ -186,7 +170,7 @@ class Member:
             self.row.add(-request.slots, -request.bytes)
             return False
         self.held[request.number] = request.slots, request.bytes, request.key
-        self.row.words[ADMITTED] += 1
+        self.row.words[rows.ADMITTED] += 1
         request.lease.state = HELD
         return True
 
@@ -208,7 +192,7 @@ class Member:
         if refusal is not None:
             lease.state = DONE
             with suppress(ValueError):  # a stranger wrote to the row: tell all the same
-                self.row.words[REFUSED] += 1
+                self.row.words[rows.REFUSED] += 1
         if not lease.waiter.wake():  # its loop is closed, or its task is cancelled
             self.release(lease)
 
@@ -218,7 +202,7 @@ class Member:
             self.leader.expire_here(request.number, max_wait)
         self._tell(wire.EXPIRE, request.number, max_wait)
 
-    def withdraw(self, request: Request, word: int = CANCELLED) -> bool:
+    def withdraw(self, request: Request, word: int = rows.CANCELLED) -> bool:
         """Take back a request that waits or is held; return whether it waited."""
         waited = self.waiting.pop(request.number, None) is not None
         if waited:
@@ -240,8 +224,8 @@ class Member:
             return False
         lease.state = DONE
         self.row.add(-cost[0], -cost[1])
-        self.row.words[RELEASED] += 1
-        self.row.words[LOST] += lost
+        self.row.words[rows.RELEASED] += 1
+        self.row.words[rows.LOST] += lost
         if self.leader is not None:
             self.leader.give_back_here(lease.number)
         self._tell(wire.RELEASE, lease.number)
@@ -275,13 +259,17 @@ class Member:
             self.resize(capacity)
 
     def bury(self, row: Row) -> None:
-        """Go on counting for a dead worker, whose row goes."""
+        """Go on counting for a dead worker, whose row goes, and keep its capacity."""
         with self.locked():
+            self.folder.remove(row)  # first: where that fails, nothing counts twice
             count_on(self.row.words, row.words)
-            self.folder.remove(row)
+            capacity = row.capacity
+            # Of another boot, it may seem to be of a time to come.
+            if capacity is not None and capacity.since <= (self._clock() + 1) * 1e9:
+                self.resize(capacity)
 
     def _count_waiting(self) -> None:
-        self.row.words[WAITING_WORD] = len(self.waiting)
+        self.row.words[rows.WAITING] = len(self.waiting)
 
     def _tell(self, *frame: Any) -> None:
         link = self._link
@@ -375,7 +363,7 @@ class Member:
         elif self.folder.has_epoch(self.epoch + 1):
             self._seek_anew(self.epoch)
         elif self._followed is not None and not self._seeks:
-            beats = self._followed.words[BEATS]
+            beats = self._followed.words[rows.BEATS]
             self._missed = self._missed + 1 if beats == self._seen else 0
             self._calm = self._calm + 1 if not self._missed else 0
             self._seen = beats
@@ -409,13 +397,13 @@ class Member:
         row = None
         with suppress(FileNotFoundError, ValueError):
             row = self.folder.leader(epoch)
-        ident = row.words[IDENT] if row is not None else 0
+        ident = row.words[rows.IDENT] if row is not None else 0
         if self._retries > _MOST_RETRIES:  # it lives, and does not listen
             self._depose, self._retries = epoch, 0
         deposes = epoch == self._depose
         if row is None and epoch and not deposes:
             return  # there is a newer one by now
-        own = self.row.words[IDENT]
+        own = self.row.words[rows.IDENT]
         try:
             if row is None or not row.alive or ident == own or deposes:
                 self._lead(epoch + 1, self._silent or ident)
@@ -426,7 +414,7 @@ class Member:
                 row.close()
 
     def _lead(self, epoch: int, deposed: int) -> None:
-        own = self.row.words[IDENT]
+        own = self.row.words[rows.IDENT]
         for row in self.folder.rows():
             row.close()  # there are descriptors for them: elected, it will need them
         listener = self._elected(own, epoch)
@@ -434,7 +422,7 @@ class Member:
             return
         self._sleep(_SETTLED)
         self._lose_leader(own)
-        self.row.words[EPOCH] = epoch
+        self.row.words[rows.EPOCH] = epoch
         with self.locked():  # or a capacity that is set meanwhile would be missed
             gate = self._engine(self.capacity)
             leader = Leader(self, epoch, listener, gate, self._clock)
@@ -461,7 +449,7 @@ class Member:
         return listener if elected else None
 
     def _follow(self, row: Row, ident: int, epoch: int) -> None:
-        self.row.words[EPOCH] = epoch
+        self.row.words[rows.EPOCH] = epoch
         sock = self._new_socket()
         sock.setblocking(False)
         try:
@@ -476,11 +464,11 @@ class Member:
         link = Connection(sock)
         with self.locked():
             self.epoch, self._link, self._followed = epoch, link, row
-            self._seen, self._missed = row.words[BEATS], 0
+            self._seen, self._missed = row.words[rows.BEATS], 0
             held = [(number, *cost) for number, cost in self.held.items()]
             waiting = [request.frame() for request in self.waiting.values()]
             capacity = self.capacity.since, *self.capacity.limits
-            own = self.row.words[IDENT]
+            own = self.row.words[rows.IDENT]
             self._tell(wire.HELLO, VERSION, own, capacity, held, waiting)
         self._greeted = False
         self.loop.watch(sock, partial(self._read, link))
@@ -490,7 +478,7 @@ class Member:
         """Be more patient with the next one, if this one was deposed and lives."""
         row, self._followed = self._followed, None
         if row is not None:
-            if row.alive and row.words[IDENT] != ident:
+            if row.alive and row.words[rows.IDENT] != ident:
                 self._patience = min(2 * self._patience, _MOST_PATIENCE)
             self._calm = 0
             row.close()

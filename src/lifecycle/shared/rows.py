@@ -18,7 +18,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,6 +292,17 @@ class Folder:
                 row.close()
             raise
         return found
+
+    def dead_rows(self, known: Collection[int]) -> Iterator[Row]:
+        """Open the rows of the dead, but for *known* idents. The caller closes them."""
+        for name in self._names("row."):
+            with suppress(*_NO_ROW):
+                if int(name.removeprefix("row."), 16) not in known:
+                    row = self._open(name)
+                    if not row.alive:
+                        yield row
+                    else:
+                        row.close()
 
     def _open(self, name: str) -> Row:
         row = Row(self.descriptor, name)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
+from pkgutil import resolve_name
 
 import pytest
 from asgi_kit import serving
@@ -15,6 +16,7 @@ from websockets.frames import Close, Frame, Opcode
 
 from lifecycle_tools.proxy import Proxy, Upstream
 
+BOUNDED = resolve_name("lifecycle_tools.proxy.sockets:BoundedSocket")
 MEBIBYTE = 2**20
 
 
@@ -659,12 +661,45 @@ async def test_leaves_a_client_that_reads_nothing():
         ended.set()
 
     pings = {"ws_ping_interval": 0.5, "ws_ping_timeout": 0.5}
-    bounded = "lifecycle_tools.proxy.sockets:BoundedSocket"
-    async with serving(app, http="httptools", ws=bounded, **pings) as port:
+    async with serving(app, http="httptools", ws=BOUNDED, **pings) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.transport.pause_reading()
         writer.write(handshake())
         await asyncio.wait_for(ended.wait(), 30)
+        writer.transport.abort()
+
+
+@pytest.mark.asyncio
+async def test_an_answer_to_a_client_that_is_left_is_late(monkeypatch):
+    """One that sends no frames is left, while the application refuses its handshake."""
+    came, goes, ended = asyncio.Event(), asyncio.Event(), asyncio.Queue()
+    leave = BOUNDED.handle_parser_exception
+
+    def leave_late(socket):
+        goes.set()  # the application runs before the connection is lost
+        leave(socket)
+
+    async def app(scope, receive, send):
+        await receive()
+        came.set()
+        await goes.wait()
+        answer = "websocket.http.response"
+        try:
+            await send({"type": f"{answer}.start", "status": 400, "headers": []})
+            await send({"type": f"{answer}.body", "body": b"no"})
+        except Exception as error:
+            ended.put_nowait(error)
+            raise
+
+    monkeypatch.setattr(BOUNDED, "handle_parser_exception", leave_late)
+    options = {"ws": BOUNDED, "lifespan": "off"}
+    async with serving(app, http="httptools", **options) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(handshake())
+        await asyncio.wait_for(came.wait(), PATIENCE)
+        writer.write(b"no frame")
+        error = await asyncio.wait_for(ended.get(), PATIENCE)
+        assert isinstance(error, OSError), error
         writer.transport.abort()
 
 

@@ -31,6 +31,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
     def handle_parser_exception(self) -> None:
         """Close a connection on which no frames come; uvicorn expects a handshake."""
         if self.conn.close_sent is None:
+            self.disconnected = True  # an answer would find the protocol ended
             self.transport.abort()
         else:
             super().handle_parser_exception()

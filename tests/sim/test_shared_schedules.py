@@ -104,6 +104,12 @@ def test_keeps_its_laws_in_many_schedules() -> None:
     assert found["schedules"]
 
 
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_fits_the_code(mutant: Mutant, tmp_path: Path) -> None:
+    """A planted mistake replaces what the code says, in each place once."""
+    plant(mutant, tmp_path)
+
+
 @pytest.fixture(scope="module")
 def finds(tmp_path_factory):
     """What was found in each mutant; two are hunted at a time.

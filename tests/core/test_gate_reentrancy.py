@@ -324,6 +324,7 @@ def test_looks_at_half_a_change_of_a_thread_that_takes_too_long() -> None:
     assert_quiescent(gate)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_decides_once_where_a_thread_grants_as_time_is_up(backend: str) -> None:
     """A timeout that lands inside of another thread's grant is one or the other (B11).
@@ -591,6 +592,7 @@ def test_refuses_admission_in_the_middle_of_a_change() -> None:
     assert_quiescent(gate)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
 @pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

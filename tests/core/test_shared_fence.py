@@ -967,6 +967,7 @@ def test_accepts_when_there_are_descriptors_again(raw, workers) -> None:
     assert old is not other
 
 
+@pytest.mark.thorough
 def test_seeks_when_there_are_descriptors_again(workers, caplog) -> None:
     """A worker that can follow nobody and lead nobody does when it can."""
     a, b = workers.two(slots=1)

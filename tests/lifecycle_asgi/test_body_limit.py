@@ -201,6 +201,7 @@ async def test_refuses_negative_limit() -> None:
         BodyLimit(APP, max_bytes=math.nan)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stack", ["limit-inside", "limit-outside", "limit"])
 async def test_refuses_body_that_is_not_there_in_time(stack: str) -> None:
     """A body that stands still is 408 (fault-15)."""

@@ -158,6 +158,7 @@ def test_names_slow_engine(port: int) -> None:
         assert found["event"]["engine"]["restarts"] == 2
 
 
+@pytest.mark.thorough
 def test_names_each_fault_within_two_seconds(port: int) -> None:
     """Limits and interval together leave no fault unnamed for longer than two seconds."""
     default = WarningLimits()

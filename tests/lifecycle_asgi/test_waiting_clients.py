@@ -120,6 +120,7 @@ def installed(name: str) -> None:
     find_nginx() if name in NGINX else go_client.find_go()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sent", [True, False], ids=["sent", "sending"])
 @pytest.mark.parametrize("name", CLIENTS)
 async def test_notices_soon_that_a_client_left(

@@ -389,7 +389,7 @@ def takes_images(config: Any) -> bool:
 
 
 def freeze_rope_frequencies(text: Any) -> None:
-    """Keep a language model from adapting its frequencies; as `max_positions` needs.
+    """Keep a language model from adapting its frequencies, as `max_positions` needs.
 
     The check synchronises with the device in each forward pass, which no CUDA graph
     can capture.

@@ -454,7 +454,7 @@ class Leader:
             self._reap()
 
     def _find_dead(self) -> None:
-        """See who died unheard: before it greeted, or a child has its connection."""
+        """Find who died unheard: before it greeted, or a child has its socket."""
         for peer in list(self._peers.values()):
             if peer.row is not None and not peer.row.alive:
                 self._lose(peer)

@@ -355,7 +355,7 @@ class Folder:
         self._opened, self._opened_at = {}, 0
 
     def remove(self, row: Row) -> None:
-        """Remove what a dead worker left, but for its links; by its row it is found."""
+        """Remove what a dead worker left but its links; last its row, which tells."""
         ident = row.words[IDENT]
         for name in [*self._names(f"sock.{ident:x}."), f"row.{ident:x}"]:
             self._unlink(name)

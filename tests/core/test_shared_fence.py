@@ -462,8 +462,8 @@ async def test_sees_who_died_and_whose_connection_lives(raw) -> None:
     gate, odd = raw()
     odd.row.add(1, 0)
     odd.hello(held=[(1, 1, 0, None)])
-    await until(lambda: gate.statistics().slots_in_use == 1)
     await until(lambda: gate._member.leader._peers)
+    await until(lambda: not granted(gate))
     odd.row.close()
     (await gate.admit(max_wait=60)).release()
     assert not gate._member.leader._peers

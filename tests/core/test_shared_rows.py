@@ -477,3 +477,17 @@ def test_skips_a_row_that_a_crash_of_the_host_cut_short(folder) -> None:
     """A short file is no row of a worker that lives, and stops nobody."""
     Path(folder.path, "row.5").touch()
     assert folder.rows() == folder.live_rows() == []
+
+
+def test_finds_the_dead_beside_a_locked_file_that_is_no_row(folder) -> None:
+    """Whoever locked it hides none of those whose names come later."""
+    odd = Path(folder.path, "row.0")
+    odd.write_bytes(b"\1" * 8 * 16)
+    dead = folder.join()
+    dead.close()
+    with odd.open("r+b") as file:
+        rows.lock_for_life(file.fileno())
+        found = list(folder.dead_rows(()))
+    assert [row.words[IDENT] for row in found] == [dead.words[IDENT]]
+    for row in found:
+        row.close()

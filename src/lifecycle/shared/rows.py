@@ -296,7 +296,7 @@ class Folder:
     def dead_rows(self, known: Collection[int]) -> Iterator[Row]:
         """Open the rows of the dead, but for *known* idents. The caller closes them."""
         for name in self._names("row."):
-            with suppress(*_NO_ROW):
+            with suppress(OSError, ValueError):  # no row, or no descriptors are left
                 if int(name.removeprefix("row."), 16) not in known:
                     row = self._open(name)
                     if not row.alive:

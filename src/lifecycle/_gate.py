@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, TypeVar, TypeVarTuple, final
 
 import anyio
@@ -19,6 +18,7 @@ from ._queues import (
     DONE,
     HELD,
     WAITING,
+    AdaptiveQueue,
     DrainRate,
     FairQueue,
     FifoQueue,
@@ -36,8 +36,8 @@ from ._validation import (
     check_cost,
     check_deadline_or_none,
     check_limit_or_none,
+    check_order,
     check_priority,
-    check_reserve,
 )
 from .events import (
     AdmissionCancelled,
@@ -77,6 +77,9 @@ class Gate(Grantor):
             while its request does not fit, those next in order may overtake it
             until they have got as much as it asks for itself, those that are
             held for longer counting for more.
+            ``"adaptive"``: as ``"fifo"``, until the queue has not been empty for
+            *max_wait*; until it is, the newest goes first, and what has waited for a
+            fifth of *max_wait* is refused. For overload that lasts.
         reserve: With ``order="fair"``, the part of the capacity, 0 to 1, that no key
             alone can take while another one was there within the last minute.
         enforce: ``False`` admits every request at once, but counts those that would
@@ -95,7 +98,7 @@ class Gate(Grantor):
 
     Raises:
         ValueError: A limit is negative or not a whole number; or *max_wait* is
-            negative or NaN; or there is no such *order*.
+            negative or NaN, or missing; or there is no such *order*.
         TypeError: Another option is of the wrong kind.
     """
 
@@ -108,16 +111,14 @@ class Gate(Grantor):
         bytes: int | None = UNCHANGED,  # noqa: A002 - the unit is the name
         max_waiting: int | None = None,
         max_wait: float | None = None,
-        order: Literal["fifo", "fair"] = "fifo",
+        order: Literal["fifo", "fair", "adaptive"] = "fifo",
         reserve: float = 0.0,
         enforce: bool = True,
         name: str = "gate",
         observer: Observer | None = None,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
-        if order not in ("fifo", "fair"):
-            raise ValueError(f"order must be 'fifo' or 'fair', not {order!r}")
-        check_reserve(reserve, order)
+        check_order(order, reserve, max_wait)
         check(_bare is None, "a Gate takes its limits by name: Gate(slots=8)", _bare)
         check(isinstance(name, str), "name must be a string", name)
         check_callable(clock=clock)
@@ -130,8 +131,12 @@ class Gate(Grantor):
         self._max_waiting = check_capacity("max_waiting", max_waiting)
         limits = check_capacity("slots", slots), check_capacity("bytes", bytes)
         self._bytes_only = limits[0] == math.inf > limits[1]  # until it has warned
-        fair = partial(FairQueue, clock=self._clock, reserve=reserve)
-        self._queue = (fair if order == "fair" else FifoQueue)(*limits)
+        self._queue = FifoQueue(*limits)
+        if order == "fair":
+            self._queue = FairQueue(*limits, self._clock, reserve)
+        elif order == "adaptive" and self.max_wait is not None:
+            stale = self._refuse_stale
+            self._queue = AdaptiveQueue(*limits, self._clock, self.max_wait, stale)
         self._drain_rate = DrainRate()
         self._refused = self._timed_out = self._lost = self._over_limit = 0
         # Why waiting requests were refused, until their tasks run again.
@@ -463,6 +468,11 @@ class Gate(Grantor):
         for ticket, refusal in refusals.items():
             self._refusals[ticket] = self._refuse(ticket, refusal)
             ticket.waiter.wake()
+
+    def _refuse_stale(self, tickets: list[Ticket]) -> None:
+        how = f"has had a queue for {self.max_wait} s, and now refuses who waits long"
+        why = {each: self._retry_later(AdmissionTimeout, how) for each in tickets}
+        self._refuse_waiting(why)
 
     def _held_seconds(self, lease: Lease) -> float | None:
         charged = getattr(lease, "charged", None)

@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Final, Protocol
 
 WAITING: Final = 0
@@ -26,6 +27,8 @@ _SMOOTHING: Final = 0.25
 _FEW_KEYS: Final = 64
 # Idle keys that are remembered because they have had more than the others.
 _MAX_IDLE_KEYS: Final = 4096
+# Of the longest wait, what a request may wait for where the newest goes first.
+_STANDING_SHARE: Final = 0.2
 # Size classes that each release examines for a ticket that may overtake the first.
 MAX_OVERTAKERS: Final = 32
 # And in all, with those of keys that have their share.
@@ -96,7 +99,7 @@ class FifoQueue:
         self.ahead: deque[None] = deque()
         # Highest priority first. Ordered dicts are linked lists with an index:
         # leaving costs the same everywhere, and leaves nothing behind.
-        self._by_priority: dict[int, OrderedDict[Ticket, None]] = {}
+        self._by_priority: dict[int, OrderedDict[Ticket, float]] = {}
 
     def fits(self, ticket: Ticket) -> bool:
         """Whether *ticket* could be charged now; what costs nothing always fits."""
@@ -198,7 +201,7 @@ class FifoQueue:
                 ticket.state = DONE
                 self.withdrawn += 1
 
-    # The order, which `FairQueue` replaces.
+    # The order, which other queues replace.
 
     def tickets(self) -> list[Ticket]:
         """Return the waiting tickets, in no promised order."""
@@ -215,7 +218,7 @@ class FifoQueue:
             self._by_priority = {
                 each: queues[each] for each in sorted(queues, reverse=True)
             }
-        self._by_priority[ticket.priority][ticket] = None
+        self._by_priority[ticket.priority][ticket] = 0.0
 
     def remove(self, ticket: Ticket) -> None:
         """Take *ticket* out, wherever it is."""
@@ -228,6 +231,66 @@ class FifoQueue:
                 if self.fits(head):
                     del queue[head]
                     return head
+                return None
+        return None
+
+
+class AdaptiveQueue(FifoQueue):
+    """First in, first out; the newest first where the queue does not get empty.
+
+    Adaptive LIFO with controlled delay (Maurer, "Fail at Scale", ACM Queue 2015). Under
+    lasting overload all requests of a first-in queue are served late, as most clients
+    are about to give up. Here most are served soon, and the others are refused early.
+
+    Args:
+        longest: Seconds without an empty queue until the newest goes first.
+        refuse: Discards tickets that have waited for too long since.
+    """
+
+    def __init__(
+        self,
+        slots: float,
+        nbytes: float,
+        clock: Callable[[], float],
+        longest: float,
+        refuse: Callable[[list[Ticket]], object],
+    ) -> None:
+        super().__init__(slots, nbytes)
+        self._clock, self._longest, self._refuse = clock, longest, refuse
+        self._began = 0.0  # to wait, the first since the queue was empty
+        self._stands = False
+
+    def insert(self, ticket: Ticket) -> None:
+        now = self._clock()
+        super().insert(ticket)
+        self._by_priority[ticket.priority][ticket] = now
+        if not self.waiting:
+            self._began = now
+
+    def grant(self) -> None:
+        if self.waiting:
+            now = self._clock()
+            self._stands = now - self._began > self._longest
+            super().grant()  # first, so that no refusal leaves a place empty
+            late = now - self._longest * _STANDING_SHARE
+            if self._stands and (stale := self._waiting_since(late)):
+                self._refuse(stale)
+
+    def _waiting_since(self, late: float) -> list[Ticket]:
+        return [
+            ticket
+            for queue in self._by_priority.values()
+            for ticket, _ in takewhile(lambda each: each[1] < late, queue.items())
+        ]
+
+    def take_next(self) -> Ticket | None:
+        if not self._stands:
+            return super().take_next()
+        for queue in self._by_priority.values():
+            for newest in reversed(queue):
+                if self.fits(newest):
+                    del queue[newest]
+                    return newest
                 return None
         return None
 

@@ -212,13 +212,15 @@ def check_choice(choices: Collection[object], /, **options: object) -> None:
             raise ValueError(f"{name} must be one of {listed}, not {value!r}")
 
 
-def check_reserve(reserve: object, order: str) -> None:
-    """Raise unless *reserve* is a part of the capacity that *order* can keep.
+def check_order(order: object, reserve: object, max_wait: object) -> None:
+    """Raise unless there is such an *order*, with what goes with it.
 
     Raises:
-        TypeError: It is no number; a bool is none.
-        ValueError: It is out of range, or the order knows no keys.
+        TypeError: *reserve* is no number; a bool is none.
+        ValueError: There is no such order, *reserve* is out of range, or the order
+            knows no keys, or needs *max_wait*.
     """
+    check_choice(("fifo", "fair", "adaptive"), order=order)
     if isinstance(reserve, bool) or not isinstance(reserve, Real):
         raise TypeError(f"reserve must be a number, not {type(reserve).__name__}")
     if reserve < 0 or not reserve < 1:  # NaN is neither
@@ -226,6 +228,8 @@ def check_reserve(reserve: object, order: str) -> None:
     if reserve and order != "fair":
         what = "reserve must be 0 unless order='fair'"
         raise ValueError(f"{what}, not {brief(reserve)}")
+    if max_wait is None and order == "adaptive":
+        raise ValueError("order='adaptive' needs the longest wait; give max_wait")
 
 
 def check_priority(priority: object) -> None:

@@ -49,7 +49,9 @@ async def words() -> Any:
 
 def test_refuses_order_that_there_is_not() -> None:
     """A gate of an unknown order is refused, and would not silently be first come."""
-    with pytest.raises(ValueError, match="order must be 'fifo' or 'fair', not 'lifo'"):
+    with pytest.raises(
+        ValueError, match="order must be one of fifo, fair, adaptive, not 'lifo'"
+    ):
         Gate(slots=None, order="lifo")  # type: ignore[arg-type]
 
 

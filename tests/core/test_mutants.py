@@ -20,7 +20,7 @@ import lifecycle
 HERE: Final = Path(__file__).parent
 PACKAGE: Final = Path(lifecycle.__file__).parent
 TESTED_BY: Final = (
-    *("regressions", "error_inputs"),
+    *("adaptive", "regressions", "error_inputs"),
     *("shared_fence", "shared_folder", "shared_gate", "shared_processes"),
     "shared_rows",
 )

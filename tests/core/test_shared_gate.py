@@ -67,13 +67,13 @@ class Queue:
 
     async def come(self, gate, name, **cost):
         before = queued(self.workers)
-        self.tasks.start_soon(self._enter, gate, name, cost)
+        self.tasks.start_soon(self.enter, gate, name, cost)
         done = self.leases, self.refused
         await until(
             lambda: queued(self.workers) > before or any(name in it for it in done)
         )
 
-    async def _enter(self, gate, name, cost):
+    async def enter(self, gate, name, cost):
         try:
             self.leases[name] = await gate.admit(**cost)
         except (GateFull, GateClosed, CostTooLarge, AdmissionTimeout) as refusal:
@@ -127,6 +127,29 @@ async def test_keeps_the_order_over_workers(workers) -> None:
         for i in range(5):
             await queue.got_in(*range(i + 1))
             queue.leave(i)
+
+
+async def test_lets_the_newest_go_first_where_a_queue_stands(workers) -> None:
+    """The adaptive order counts over workers, and refuses who waits long in each."""
+    a, b = workers.two(slots=1, order="adaptive", max_wait=0.001)
+    first = await a.admit()
+    async with anyio.create_task_group() as tasks:
+        queue = Queue(tasks, workers)
+        for name, gate in (("a", a), ("b", b)):
+            tasks.start_soon(queue.enter, gate, name, {"max_wait": None})
+
+        def both_are_refused() -> bool:
+            a.resize(slots=1)  # as whatever may let somebody in
+            return len(queue.refused) == 2
+
+        await until(both_are_refused)
+        for refusal in queue.refused.values():
+            assert isinstance(refusal, AdmissionTimeout)
+            assert "has had a queue for 0.001 s" in str(refusal)
+        first.release()
+        await queue.come(b, "late", max_wait=None)
+        await queue.got_in("late")
+        queue.leave("late")
 
 
 async def test_lets_a_higher_priority_go_first(workers) -> None:

@@ -177,6 +177,8 @@ class World:
         self.smallest = self.bytes
         self.max_waiting = rng.choice((None, None, None, 1))
         self.order = rng.choice(("fifo", "fifo", "fifo", "lanes", "fair"))
+        # In every other world of lanes the newest goes first once the queue stands.
+        self.stands = self.order == "lanes" and seed % 2 == 1
         self.enforce = rng.random() < 0.95
         self.remote = rng.random() < 0.3
         self.rng = rng
@@ -222,7 +224,8 @@ class World:
             slots=self.slots,
             bytes=self.bytes,
             max_waiting=self.max_waiting,
-            order="fair" if self.order == "fair" else "fifo",
+            max_wait=0.01 if self.stands else None,
+            order="adaptive" if self.stands else self.order.replace("lanes", "fifo"),
             reserve=0.3 if self.order == "fair" else 0.0,
             enforce=self.enforce,
         )

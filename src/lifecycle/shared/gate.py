@@ -100,7 +100,8 @@ class SharedGate(Grantor):
         max_waiting: Likewise.
         max_wait: As of `lifecycle.Gate`.
         order: Likewise. The oldest request of all workers comes first; what keys have
-            had is forgotten when another worker goes on.
+            had, and how long there was a queue, is forgotten when another worker goes
+            on.
         reserve: Likewise.
         enforce: Likewise.
         name: Likewise.
@@ -133,7 +134,7 @@ class SharedGate(Grantor):
         bytes: int | None = UNCHANGED,  # noqa: A002 - the unit is the name
         max_waiting: int | None = None,
         max_wait: float | None = None,
-        order: Literal["fifo", "fair"] = "fifo",
+        order: Literal["fifo", "fair", "adaptive"] = "fifo",
         reserve: float = 0.0,
         enforce: bool = True,
         name: str = "gate",
@@ -148,6 +149,7 @@ class SharedGate(Grantor):
         self._engine = partial(
             _engine,
             max_waiting=max_waiting,
+            max_wait=max_wait,
             order=order,
             reserve=reserve,
             enforce=enforce,

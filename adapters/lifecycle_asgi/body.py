@@ -181,6 +181,7 @@ class BodyReader:
         self._copies = copies
         self._max_body = max_body
         self._metered = declared is None
+        self._advice = "" if declared is not None else ", with a declared length"
         # Many small bodies that are slow leave room for others of their size.
         self._slow_charge = min(FIRST_CHARGE, (declared or 0) // 8)
         self._read = 0
@@ -268,6 +269,6 @@ class BodyReader:
         if not any(grow(lease, self._copies * each) for each in charges):
             raise GateFull(
                 "the bytes for the rest of the body are taken; retry in "
-                f"{_RETRY_SECONDS:g} s, with a declared length",
+                f"{_RETRY_SECONDS:g} s{self._advice}",
                 retry_after=_RETRY_SECONDS,
             )

@@ -635,6 +635,28 @@ async def test_charges_a_slow_body_with_what_has_arrived() -> None:
     assert in_use(admission) == NONE
 
 
+async def test_logs_no_advice_for_a_slow_body_that_declared_its_length(caplog) -> None:
+    """To declare one is what helps where nobody did."""
+    admission = wrap(Held(), bytes=16 * 2**20, slow_after=0.001)
+    server, arrived = ScriptedServer(b"x" * 900_000), anyio.Event()
+
+    async def receive() -> Message:
+        await arrived.wait()
+        return await server.receive()
+
+    async with anyio.create_task_group() as tasks:
+        scope = http_scope(CHAT, headers=length(900_000))
+        tasks.start_soon(admission, scope, receive, server.send)
+        while in_use(admission)["bodies"] != 3 * 65536:
+            await anyio.sleep(0.001)
+        admission.gates[1].resize(bytes=1)
+        arrived.set()
+    assert server.status == 503
+    (message,) = caplog.messages
+    assert "the rest of the body are taken; retry in 1 s" in message
+    assert "declared" not in message
+
+
 async def test_refuses_a_body_that_takes_too_long() -> None:
     """408 when the time of a body is over, and its lease is released."""
     admission = wrap(Held(), body_timeout=0.01)

@@ -711,8 +711,9 @@ def test_waits_for_no_other_gate_in_the_middle_of_a_change() -> None:
 
     def ask() -> None:
         busy.begin(other, go_on=lambda: bool(seen))
-        with pytest.raises(GateFull, match="held up by another thread"):
+        with pytest.raises(GateFull, match="held up by another thread") as refused:
             other.try_admit()
+        assert refused.value.retry_after == 1.0
         seen.append(True)
 
     with one.try_admit(), other.try_admit():

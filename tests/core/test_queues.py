@@ -301,6 +301,14 @@ def test_forgets_waiters_that_left(fair: bool) -> None:
     assert queue.waiting == 0
 
 
+def test_looks_again_only_where_company_may_leave() -> None:
+    """Without a reserve, nothing but a change of the gate lets a ticket in."""
+    for queue in (FifoQueue(1, 1), FairQueue(1, 1, lambda: 0.0)):
+        assert queue.seconds_to_recheck(MockTicket((1, 0))) == math.inf
+    reserving = FairQueue(1, 1, lambda: 0.0, 0.5)
+    assert reserving.seconds_to_recheck(MockTicket((1, 0))) == 60.0
+
+
 @pytest.mark.parametrize("fair", [False, True])
 def test_picks_no_ticket_from_an_empty_queue(fair: bool) -> None:
     """In an empty queue, no ticket is next."""

@@ -473,6 +473,24 @@ class TestStop:
                 await checkpoint()
 
 
+@pytest.mark.anyio
+async def test_tells_that_closing_failed_after_an_error_of_the_block(caplog) -> None:
+    """An ordinary error is no reason to keep another one back."""
+
+    async def source():
+        try:
+            yield 1
+        finally:
+            raise OSError("closing failed")
+
+    with pytest.raises(OSError, match="closing failed") as failed:
+        async with Stream(source()) as items:
+            await anext(items)
+            raise ValueError("of the block")
+    assert isinstance(failed.value.__context__, ValueError | GeneratorExit)
+    assert caplog.messages == []
+
+
 @virtual
 @pytest.mark.anyio
 class TestDeadlines:

@@ -42,7 +42,9 @@ class AdmissionSettings:
         release: When the bytes of a request come back: at ``"hand_off"``, which is the
             first bytes of a streamed response at the latest, or at its ``"end"``, for
             an application that has the media while it streams.
-        order: ``"fair"`` lets clients take turns; ``"fifo"`` goes by arrival.
+        order: ``"fair"`` lets clients take turns; ``"fifo"`` goes by arrival; so does
+            ``"adaptive"``, until there has been a queue for *max_wait*: while it lasts,
+            the newest goes first, and few wait for long.
         max_body: Maximum size of one body, in bytes; a sixteenth of all bytes at most.
         max_waiting: Maximum number of requests that wait in each lane.
         max_wait: Longest wait in a lane, in seconds.
@@ -84,7 +86,7 @@ class AdmissionSettings:
     per_client: int | None = None
     media_slots: int | None = None
     release: Literal["hand_off", "end"] = "hand_off"
-    order: Literal["fair", "fifo"] = "fair"
+    order: Literal["fair", "fifo", "adaptive"] = "fair"
     max_body: int = _MAX_BODY
     max_waiting: int = 128
     max_wait: float = 20.0
@@ -107,7 +109,7 @@ class AdmissionSettings:
         for name, least in _LEAST.items():
             if getattr(self, name) is not None:
                 check_int(least, **{name: getattr(self, name)})
-        check_choice(("fair", "fifo"), order=self.order)
+        check_choice(("fair", "fifo", "adaptive"), order=self.order)
         check_choice(("hand_off", "end"), release=self.release)
         for name in ("shadow", "load_header"):
             if not isinstance(getattr(self, name), bool):  # "0" would count as true
@@ -191,7 +193,7 @@ class AdmissionOptions(TypedDict, total=False):
     per_client: int | None
     media_slots: int | None
     release: Literal["hand_off", "end"]
-    order: Literal["fair", "fifo"]
+    order: Literal["fair", "fifo", "adaptive"]
     max_body: int
     max_waiting: int
     max_wait: float

@@ -19,7 +19,7 @@ from lifecycle_asgi._types import AnyGate, Message, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.refusals import ClientLimitExceeded, TooManyInFlight
 
-RESERVES: Final = MappingProxyType({"fair": 0.125, "fifo": 0.0})
+RESERVES: Final = MappingProxyType({"fair": 0.125, "fifo": 0.0, "adaptive": 0.0})
 """Parts of a gate that one client leaves to the others, by the order."""
 _LOAD: Final = b"endpoint-load-metrics"
 
@@ -205,8 +205,10 @@ class Lane:
 
     def _turn(self, client: str, waiting: int) -> int:
         """Return the place of *client*, which has begun to wait, behind *waiting*."""
-        if self.gate.order != "fair":
+        if self.gate.order == "fifo":
             return waiting + 1
+        if self.gate.order == "adaptive":
+            return 1  # as the newest, perhaps
         # Each of the others comes as often before it as it has come itself.
         own = self._waiting[client]
         return sum(min(own, count) for count in self._waiting.values())

@@ -102,7 +102,7 @@ def test_reads_every_setting_from_every_source(setting: Any, tmp_path: Path) -> 
         "[process|ray]": ["ray", "process"],
     }
     texts |= {"[open|admin]": ["admin", "open"], "[on|off|fake]": ["fake", "off"]}
-    texts |= {"[fair|fifo]": ["fifo", "fair"]}
+    texts |= {"[fair|fifo|adaptive]": ["fifo", "adaptive"]}
     texts |= {"[failures|json|console]": ["json", "console"]}
     texts |= {"[auto|float32|bfloat16|float16]": ["auto", "float32"]}
     texts |= {"ngram|draft=FOLDER": ["ngram", "draft=small"]}

@@ -127,7 +127,7 @@ class AppSettings:
     body_timeout: float = 60.0
     max_waiting: int = 1024
     max_wait: float = 60.0
-    order: Literal["fair", "fifo"] = "fair"
+    order: Literal["fair", "fifo", "adaptive"] = "fair"
     shadow: bool = False
     text_chars: int = 2**20
     media: MediaLimits = field(default_factory=MediaLimits)

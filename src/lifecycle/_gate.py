@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar, TypeVarTuple, final
 
 import anyio
@@ -135,7 +137,8 @@ class Gate(Grantor):
         if order == "fair":
             self._queue = FairQueue(*limits, self._clock, reserve)
         elif order == "adaptive" and self.max_wait is not None:
-            stale = self._refuse_stale
+            # No cycle: a dropped gate is gone at once.
+            stale = partial(Gate._refuse_stale, weakref.proxy(self))
             self._queue = AdaptiveQueue(*limits, self._clock, self.max_wait, stale)
         self._drain_rate = DrainRate()
         self._refused = self._timed_out = self._lost = self._over_limit = 0

@@ -257,8 +257,10 @@ class AdaptiveQueue(FifoQueue):
     ) -> None:
         super().__init__(slots, nbytes)
         self._clock, self._longest, self._refuse = clock, longest, refuse
-        self._began = 0.0  # to wait, the first since the queue was empty
-        self._stands = False
+        # To wait, the first since the queue was empty or the gate paused.
+        self._began = 0.0
+        self._stands = self._paused = False
+        self._late = -math.inf  # who has waited since before is refused
 
     def insert(self, ticket: Ticket) -> None:
         now = self._clock()
@@ -269,14 +271,18 @@ class AdaptiveQueue(FifoQueue):
 
     def grant(self) -> None:
         if self.waiting:
-            now = self._clock()
+            now, paused = self._clock(), not (self.slots and self.nbytes)
+            if paused or self._paused:  # which is no overload
+                self._began = now
+            self._paused = paused
             self._stands = now - self._began > self._longest
+            self._late = now - self._longest * _STANDING_SHARE
             super().grant()  # first, so that no refusal leaves a place empty
-            late = now - self._longest * _STANDING_SHARE
-            if self._stands and (stale := self._waiting_since(late)):
+            if self._stands and (stale := self._stale()):
                 self._refuse(stale)
 
-    def _waiting_since(self, late: float) -> list[Ticket]:
+    def _stale(self) -> list[Ticket]:
+        late = self._late
         return [
             ticket
             for queue in self._by_priority.values()
@@ -291,7 +297,8 @@ class AdaptiveQueue(FifoQueue):
                 if self.fits(newest):
                     del queue[newest]
                     return newest
-                return None
+                if queue[newest] >= self._late:  # else its refusal is due
+                    return None
         return None
 
 

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+import weakref
 from functools import partial
 
 import anyio
@@ -124,6 +125,60 @@ async def test_keeps_priorities_and_sizes() -> None:
         assert crowd.admitted == ["urgent", "large", "small"]
         await crowd.release()
     assert_quiescent(gate)
+
+
+async def test_refuses_nobody_for_the_sake_of_one_that_it_refuses() -> None:
+    """A large one that waited for too long blocks nobody: its refusal is due as well."""
+    clock = Clock()
+    gate = Gate(slots=2, order="adaptive", max_wait=1.0, clock=clock)
+    other, lease = gate.try_admit(), gate.try_admit()
+    async with anyio.create_task_group() as tasks:
+        crowd = Crowd(gate, tasks)
+        for name in ("older", "old"):
+            await crowd.ask(name)
+        await crowd.ask("large", slots=2)
+        await crowd.ask("urgent", slots=2, priority=1)
+        clock.now = 9.0
+        lease.release()
+        await anyio.wait_all_tasks_blocked()
+        assert crowd.admitted == ["old"]
+        assert {*crowd.refused} == {"older", "large", "urgent"}
+        await crowd.release()
+        other.release()
+    assert_quiescent(gate)
+
+
+async def test_takes_no_pause_for_overload() -> None:
+    """While it is paused it refuses nobody, and counts from the end of the pause."""
+    clock = Clock()
+    gate = Gate(slots=0, order="adaptive", max_wait=1.0, clock=clock)
+    async with anyio.create_task_group() as tasks:
+        crowd = Crowd(gate, tasks)
+        for name in "abc":
+            await crowd.ask(name)
+            clock.now += 9.0
+        gate.resize(slots=1)
+        await anyio.wait_all_tasks_blocked()
+        assert (crowd.admitted, crowd.refused) == (["a"], {})
+        clock.now += 1.0
+        await crowd.release()
+        assert crowd.admitted == ["a", "b"]
+        await crowd.ask("d")
+        clock.now += 0.1
+        await crowd.release()
+        assert crowd.admitted == ["a", "b", "d"]
+        assert [*crowd.refused] == ["c"]
+        await crowd.release()
+    assert_quiescent(gate)
+
+
+def test_is_gone_with_its_last_reference() -> None:
+    """No cycle keeps a gate, and what its observer holds, until the collector comes."""
+    gate = Gate(slots=1, order="adaptive", max_wait=1.0)
+    gate.try_admit().release()
+    gone = weakref.ref(gate)
+    del gate
+    assert gone() is None
 
 
 @pytest.mark.parametrize("max_wait", [0.0, 0.5])

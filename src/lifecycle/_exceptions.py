@@ -43,7 +43,7 @@ class GateFull(Refused):
 
 
 class AdmissionTimeout(Refused, TimeoutError):
-    """The request waited its whole ``max_wait`` without being admitted."""
+    """The request waited for ``max_wait``, or for too long at an adaptive gate."""
 
     reason = "timeout"
 

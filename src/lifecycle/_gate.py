@@ -81,7 +81,8 @@ class Gate(Grantor):
             held for longer counting for more.
             ``"adaptive"``: as ``"fifo"``, until the queue has not been empty for
             *max_wait*; until it is, the newest goes first, and what has waited for a
-            fifth of *max_wait* is refused. For overload that lasts.
+            fifth of *max_wait* is refused with the next that comes or goes, whatever
+            wait it names itself. For overload that lasts; a pause is none.
         reserve: With ``order="fair"``, the part of the capacity, 0 to 1, that no key
             alone can take while another one was there within the last minute.
         enforce: ``False`` admits every request at once, but counts those that would
@@ -90,7 +91,8 @@ class Gate(Grantor):
         observer: Called with each grant, release and refusal.
         clock: Monotonic seconds. Read only where a request waits or is refused, or
             where an observer or the fair order is set. Name one, as `time.monotonic`,
-            for threads alone: the default stands still where no event loop runs.
+            for threads alone, where the default stands still, and for loops of both
+            asyncio and trio, whose clocks differ.
 
     Attributes:
         name: The name that was given to the gate.
@@ -165,8 +167,8 @@ class Gate(Grantor):
             bytes: Estimated size of what is about to be created, by default 0.
             slots: Slots to take, 0 or more.
             key: Tenant or user; with ``order="fair"`` keys share the gate evenly.
-            priority: With ``order="fifo"``, a higher one goes before every lower
-                one. Use few. (The option of the other order is ignored.)
+            priority: A higher one goes before every lower one. Use few. (The fair
+                order ignores it, and the others ignore the *key*.)
             max_wait: Longest wait in seconds, by default the gate's own;
                 ``None`` waits without limit.
 
@@ -175,7 +177,7 @@ class Gate(Grantor):
 
         Raises:
             GateFull: The queue was full on arrival.
-            AdmissionTimeout: *max_wait* went by.
+            AdmissionTimeout: *max_wait* went by, or the adaptive order refused it.
             GateClosed: The gate was closed, also during the wait.
             CostTooLarge: The request asks for more than the gate's capacity.
             RuntimeError: Waiting would be a deadlock: the task is inside a

@@ -52,7 +52,7 @@ class Ticket:
     """One request's place in a queue.
 
     Attributes:
-        priority: With the FIFO order, a higher one goes first.
+        priority: A higher one goes first, but for the fair order.
         state: `WAITING`, `HELD` or `DONE`.
         waiter: What to wake once it is granted; set before it is enqueued.
     """

@@ -201,8 +201,8 @@ class AdmissionConfig(_Section):
         max_waiting: Maximum number of requests that wait at each gate; more are
             refused.
         max_wait: Maximum wait at a gate; then the request is refused.
-        order: Whether clients that wait take turns, requests go by their arrival, or the
-            newest goes first while overload lasts.
+        order: Whether clients that wait take turns, requests go by their arrival, or
+            the newest goes first while overload lasts.
         shadow: Refuse no request for want of a slot or of room for its body, nor for
             --per-client, and let none wait for them, but count these requests in
             /metrics: to try limits out. If the engine shares memory (--arena-bytes),

@@ -466,6 +466,15 @@ async def test_tells_its_observer_what_its_books_say() -> None:
     assert seen.events[3].waited_s >= 0.0
 
 
+async def test_tells_of_a_lease_once_that_is_released_twice() -> None:
+    """The second release gives nothing back, and is no event."""
+    seen = RecordingObserver()
+    lease = Gate(slots=1, observer=seen).try_admit()
+    lease.release()
+    lease.release()
+    assert seen.names() == ["LeaseGranted", "LeaseReleased"]
+
+
 async def test_remembers_no_priority_that_no_request_has() -> None:
     """Priorities that never come again, such as times, do not pile up."""
     gate = Gate(slots=1)

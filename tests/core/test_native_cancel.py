@@ -1,10 +1,13 @@
 """A stream closes its source whole, also where the task is cancelled natively."""
 
+import __future__
+
 import asyncio
 import contextlib
 import contextvars
 import importlib.util
 import logging
+import pkgutil
 import sys
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,7 +16,9 @@ from typing import Any
 import anyio
 import pytest
 
-from lifecycle import SessionRegistry, Stream, scrub
+from lifecycle import Gate, SessionRegistry, Stream, scrub
+from lifecycle.events import LeaseGranted
+from lifecycle.testing import RecordingObserver
 
 pytestmark = [
     pytest.mark.anyio,
@@ -507,3 +512,46 @@ async def test_closes_a_source_of_a_session_whole() -> None:
         assert sessions.statistics().outcomes["cancelled"] == 1
     assert source.noted == ["closed"]
     assert len(ended) == 1
+
+
+async def test_tells_how_long_one_waited_that_is_cancelled_as_it_is_granted() -> None:
+    """From its own beginning, like any other; and what it got goes to the next one."""
+    now, seen = [0.0], RecordingObserver()
+    gate = Gate(slots=1, observer=seen, clock=lambda: now[0])
+    first = gate.try_admit()
+    now[0] = 3.0
+    asking = asyncio.create_task(gate.admit())
+    await anyio.wait_all_tasks_blocked()
+    now[0] = 10.0
+    first.release()
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled()
+    waited = [it.waited_s for it in seen.events if isinstance(it, LeaseGranted)]
+    assert waited == [0.0, 7.0]
+    assert gate.statistics().slots_in_use == 0
+
+
+async def test_tells_coroutines_of_any_module_from_async_generators() -> None:
+    """Their code has other flags where annotations are not evaluated, for example."""
+    text = """
+async def coroutine():
+    return block()
+async def generator():
+    yield block()
+"""
+    code = compile(text, "module", "exec", __future__.annotations.compiler_flag)
+    found = pkgutil.resolve_name("lifecycle._eventloop:in_async_generator")
+
+    def block() -> bool:
+        return bool(found())
+
+    names: dict[str, Any] = {"block": block}
+    exec(code, names)
+    for begun, expected in (
+        (names["coroutine"](), False),
+        (names["generator"]().asend(None), True),
+    ):
+        with pytest.raises(StopIteration) as ended:
+            begun.send(None)
+        assert ended.value.value is expected

@@ -157,6 +157,7 @@ def test_expires_what_waits_and_nothing_else() -> None:
     tickets.submit(late, bell)
     lease.release()
     tickets.expire(late, 2.0)
+    assert bell.rung == 2
     assert tickets.outcome(late) is None and late.state == HELD
     assert gate.statistics().refused == 1
 

@@ -82,7 +82,8 @@ class Gate(Grantor):
             ``"adaptive"``: as ``"fifo"``, until the queue has not been empty for
             *max_wait*; until it is, the newest goes first, and what has waited for a
             fifth of *max_wait* is refused with the next that comes or goes, whatever
-            wait it names itself. For overload that lasts; a pause is none.
+            wait it names itself. Then the oldest makes room in a full queue. For
+            overload that lasts; a pause is none.
         reserve: With ``order="fair"``, the part of the capacity, 0 to 1, that no key
             alone can take while another one was there within the last minute.
         enforce: ``False`` admits every request at once, but counts those that would
@@ -141,7 +142,8 @@ class Gate(Grantor):
         elif order == "adaptive" and self.max_wait is not None:
             # No cycle: a dropped gate is gone at once.
             stale = partial(Gate._refuse_stale, weakref.proxy(self))
-            self._queue = AdaptiveQueue(*limits, self._clock, self.max_wait, stale)
+            how = self._clock, self.max_wait, self._max_waiting, stale
+            self._queue = AdaptiveQueue(*limits, *how)
         self._drain_rate = DrainRate()
         self._refused = self._timed_out = self._lost = self._over_limit = 0
         # Why waiting requests were refused, until their tasks run again.
@@ -363,10 +365,11 @@ class Gate(Grantor):
             queue.charge(lease)  # those that wait have their share
             self._note(LeaseGranted, lease, waited_s=0.0)
             return False
+        lease.priority = priority
         if must_wait:
             # It will really wait, not only until its task runs again.
             longest = self._max_waiting
-            if queue.waiting >= longest:
+            if queue.waiting >= longest and not queue.make_room(lease):
                 why = (
                     f"its queue of {brief(longest)} is full"
                     if longest
@@ -377,7 +380,6 @@ class Gate(Grantor):
             if waiter is None and inside_lease_of(self):
                 self._refuse(lease, GateFull("nested"))
                 raise deadlock(self)
-        lease.priority = priority
         lease.waiter = waiter or new_waiter()
         queue.enqueue(lease)
         return True

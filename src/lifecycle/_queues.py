@@ -113,6 +113,10 @@ class FifoQueue:
         """Whether *ticket* does not fit, or another is to be granted before it."""
         return bool(self.waiting) or not self.fits(ticket)
 
+    def make_room(self, ticket: Ticket) -> bool:  # noqa: ARG002 - a hook
+        """Return whether the full queue has a place for *ticket* after all."""
+        return False
+
     def seconds_to_recheck(self, ticket: Ticket) -> float:  # noqa: ARG002 - a hook
         """Return after how long *ticket* may fit though nothing was released."""
         return math.inf
@@ -244,6 +248,7 @@ class AdaptiveQueue(FifoQueue):
 
     Args:
         longest: Seconds without an empty queue until the newest goes first.
+        most: Length of the queue: then a newcomer takes the place of the oldest.
         refuse: Discards tickets that have waited for too long since.
     """
 
@@ -253,33 +258,52 @@ class AdaptiveQueue(FifoQueue):
         nbytes: float,
         clock: Callable[[], float],
         longest: float,
+        most: float,
         refuse: Callable[[list[Ticket]], object],
     ) -> None:
         super().__init__(slots, nbytes)
-        self._clock, self._longest, self._refuse = clock, longest, refuse
+        self._clock, self._longest, self._most = clock, longest, most
+        self._refuse = refuse
         # To wait, the first since the queue was empty or the gate paused.
         self._began = 0.0
         self._stands = self._paused = False
         self._late = -math.inf  # who has waited since before is refused
 
+    def make_room(self, ticket: Ticket) -> bool:
+        self.grant()
+        if self._stands and self.waiting >= self._most:
+            self._refuse(self._oldest(ticket.priority))
+        return self.waiting < self._most
+
     def insert(self, ticket: Ticket) -> None:
         now = self._clock()
         super().insert(ticket)
         self._by_priority[ticket.priority][ticket] = now
-        if not self.waiting:
+        # A queue that only refusals have emptied goes on to stand, for a while.
+        if not self.waiting and not (self._stands and now - self._late < self._longest):
             self._began = now
 
     def grant(self) -> None:
-        if self.waiting:
-            now, paused = self._clock(), not (self.slots and self.nbytes)
-            if paused or self._paused:  # which is no overload
-                self._began = now
-            self._paused = paused
-            self._stands = now - self._began > self._longest
-            self._late = now - self._longest * _STANDING_SHARE
-            super().grant()  # first, so that no refusal leaves a place empty
-            if self._stands and (stale := self._stale()):
-                self._refuse(stale)
+        if not self.waiting:
+            self._stands = False
+            return
+        now, paused = self._clock(), not (self.slots and self.nbytes)
+        if paused or self._paused:  # which is no overload
+            self._began = now
+        self._paused = paused
+        self._stands = now - self._began > self._longest
+        self._late = now - self._longest * _STANDING_SHARE
+        super().grant()  # first, so that no refusal leaves a place empty
+        self._stands &= self.waiting > 0
+        if self._stands and (stale := self._stale()):
+            self._refuse(stale)
+            self._stands = True
+
+    def _oldest(self, priority: int) -> list[Ticket]:
+        """Return the first ticket of the lowest priority, up to *priority*."""
+        queues = self._by_priority.items()
+        low = [queue for each, queue in queues if each <= priority and queue]
+        return [next(iter(low[-1]))] if low else []
 
     def _stale(self) -> list[Ticket]:
         late = self._late

@@ -8,7 +8,7 @@ from functools import partial
 import anyio
 import pytest
 
-from lifecycle import AdmissionTimeout, Gate
+from lifecycle import AdmissionTimeout, Gate, GateFull
 from lifecycle.testing import assert_quiescent, simulate, simulate_trio
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +38,7 @@ class Crowd:
     async def _ask(self, name: str, cost: dict[str, int]) -> None:
         try:
             lease = await self.gate.admit(max_wait=None, **cost)
-        except AdmissionTimeout as refusal:
+        except (AdmissionTimeout, GateFull) as refusal:
             assert refusal.retry_after is not None
             assert 1 <= refusal.retry_after <= 60
             self.refused[name] = str(refusal)
@@ -97,6 +97,78 @@ async def test_refuses_nobody_for_whom_there_is_a_place() -> None:
         await crowd.release()
     assert crowd.admitted == ["a", "c"]
     assert [*crowd.refused] == ["b"]
+
+
+async def test_keeps_nobody_out_of_a_queue_for_those_who_wait_long() -> None:
+    """A full queue refuses them, and not the newcomer, who is to be served first."""
+    clock = Clock()
+    gate = Gate(slots=1, order="adaptive", max_wait=1.0, max_waiting=2, clock=clock)
+    async with anyio.create_task_group() as tasks:
+        crowd = Crowd(gate, tasks)
+        for name in "abc":
+            await crowd.ask(name)
+        clock.now = 9.0
+        await crowd.ask("new")
+        assert {*crowd.refused} == {"b", "c"}
+        await crowd.ask("newer")
+        with pytest.raises(GateFull):  # which does not wait, and takes no place
+            gate.try_admit()
+        await crowd.ask("low", priority=-1)
+        assert {*crowd.refused} == {"b", "c", "low"}
+        await crowd.ask("newest")
+        assert {*crowd.refused} == {"b", "c", "low", "new"}
+        for _ in range(3):
+            await crowd.release()
+    assert crowd.admitted == ["a", "newest", "newer"]
+    found = gate.statistics()
+    assert (found.admitted, found.refused, found.waiting) == (3, 5, 0)
+    assert_quiescent(gate)
+
+
+async def test_keeps_a_full_queue_in_order_until_it_stands() -> None:
+    """Before that, the newcomer is refused, as by any gate."""
+    clock = Clock()
+    gate = Gate(slots=1, order="adaptive", max_wait=1.0, max_waiting=1, clock=clock)
+    async with anyio.create_task_group() as tasks:
+        crowd = Crowd(gate, tasks)
+        for name in "ab":
+            await crowd.ask(name)
+        clock.now = 0.9
+        with pytest.raises(GateFull, match="queue of 1 is full"):
+            await gate.admit()
+        for _ in range(2):
+            await crowd.release()
+    assert crowd.admitted == ["a", "b"]
+    assert_quiescent(gate)
+
+
+async def test_stands_though_refusals_have_emptied_the_queue() -> None:
+    """Overload goes on where nobody is left to wait; grants and a pause end it."""
+    clock = Clock()
+    gate = Gate(slots=1, order="adaptive", max_wait=10.0, clock=clock)
+    async with anyio.create_task_group() as tasks:
+        crowd = Crowd(gate, tasks)
+        for name in "ab":
+            await crowd.ask(name)
+        clock.now = 20.0
+        gate.resize(slots=1)  # whatever may let somebody in
+        await anyio.wait_all_tasks_blocked()
+        assert [*crowd.refused] == ["b"]
+        for name in "cd":
+            await crowd.ask(name)
+        await crowd.release()
+        assert crowd.admitted == ["a", "d"]
+        clock.now = 25.0
+        gate.resize(slots=1)
+        await anyio.wait_all_tasks_blocked()
+        assert [*crowd.refused] == ["b", "c"]
+        clock.now = 100.0  # and nobody comes for long
+        for name in "ef":
+            await crowd.ask(name)
+        for _ in range(3):
+            await crowd.release()
+    assert crowd.admitted == [*"adef"]
+    assert_quiescent(gate)
 
 
 async def test_keeps_priorities_and_sizes() -> None:

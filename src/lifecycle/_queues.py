@@ -339,7 +339,7 @@ class Company:
         self._other = -math.inf
 
     def see(self, key: str | None, now: float) -> None:
-        """Note that *key* gets, or gives back, something *now*."""
+        """Note that *key* gives something back *now*."""
         last, at = self._last
         if key != last:
             self._other = at
@@ -473,8 +473,6 @@ class FairQueue(FifoQueue):
         # These may raise, the last one of an int beyond all floats: hence first.
         since, flow, share = self._clock(), self.flow(ticket), self._share(ticket)
         super().charge(ticket)
-        if self._share_of_one < 1.0:
-            self._company.see(ticket.key, since)
         flow.slots += ticket.slots
         flow.bytes += ticket.bytes
         service = share * flow.hold_s

@@ -25,6 +25,7 @@ from lifecycle._queues import (
     HELD,
     MAX_OVERTAKERS,
     WAITING,
+    DrainRate,
     FairQueue,
     FifoQueue,
     Flow,
@@ -299,6 +300,15 @@ def test_forgets_waiters_that_left(fair: bool) -> None:
     del tickets, ticket
     assert not any(ref() for ref in left)
     assert queue.waiting == 0
+
+
+def test_learns_the_rate_of_releases_from_a_second_or_more() -> None:
+    """A shorter time says little, and is part of the next one."""
+    rate = DrainRate()
+    rate.restart(0, 10.0)
+    assert rate.seconds_per_release(5, 10.5) == 0.1
+    assert rate.seconds_per_release(5, 11.0) == 0.2
+    assert rate.seconds_per_release(5, 13.0) == pytest.approx(0.2 + 1.8 * 2 / 3)
 
 
 def test_looks_again_only_where_company_may_leave() -> None:

@@ -338,6 +338,20 @@ def test_asks_no_eager_factory_for_its_tasks(monkeypatch: pytest.MonkeyPatch) ->
     assert "StartTask.run" not in asked
 
 
+@pytest.mark.anyio
+async def test_shows_how_far_a_start_has_come() -> None:
+    """A start says what it is, and whether it was closed."""
+
+    async def end(_stream: object) -> None: ...
+
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            await session.start(Engine().open, end=end)
+            (start,) = session._starts
+            assert repr(start) == "<StartTask started>"
+        assert repr(start) == "<StartTask started, closed>"
+
+
 class Abort(BaseException):
     """Neither an error nor a cancellation, like KeyboardInterrupt."""
 

@@ -473,3 +473,31 @@ async def test_names_holder_of_every_kind(
         witness = weakref.ref(image)
         del image
         assert witness() is None
+
+
+class Incomparable:
+    """Raises where it is compared, as arrays do."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+async def beside_others(given, stage) -> None:
+    other, image = Incomparable(), given.pop()
+    stage.held.set()
+    await stage.release.wait()
+    del other, image
+
+
+async def test_compares_no_objects() -> None:
+    """A holder has the payload itself, and not one that claims to equal it."""
+    stage, image = Stage(), Big()
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as group:
+            group.start_soon(beside_others, [image], stage, name="holder")
+            await stage.held.wait()
+            holders = who_holds(image)
+            stage.release.set()
+    assert "image" in {holder.name for holder in holders}

@@ -142,8 +142,9 @@ class Gate(Grantor):
         elif order == "adaptive" and self.max_wait is not None:
             # No cycle: a dropped gate is gone at once.
             stale = partial(Gate._refuse_stale, weakref.proxy(self))
-            how = self._clock, self.max_wait, self._max_waiting, stale
-            self._queue = AdaptiveQueue(*limits, *how)
+            self._queue = AdaptiveQueue(
+                *limits, self._clock, self.max_wait, self._max_waiting, stale
+            )
         self._drain_rate = DrainRate()
         self._refused = self._timed_out = self._lost = self._over_limit = 0
         # Why waiting requests were refused, until their tasks run again.

@@ -272,7 +272,7 @@ class AdaptiveQueue(FifoQueue):
     def make_room(self, ticket: Ticket) -> bool:
         self.grant()
         if self._stands and self.waiting >= self._most:
-            self._refuse(self._oldest(ticket.priority))
+            self._drop(self._oldest(ticket.priority))
         return self.waiting < self._most
 
     def insert(self, ticket: Ticket) -> None:
@@ -295,9 +295,13 @@ class AdaptiveQueue(FifoQueue):
         self._late = now - self._longest * _STANDING_SHARE
         super().grant()  # first, so that no refusal leaves a place empty
         self._stands &= self.waiting > 0
-        if self._stands and (stale := self._stale()):
-            self._refuse(stale)
-            self._stands = True
+        if self._stands:
+            self._drop(self._stale())
+
+    def _drop(self, tickets: list[Ticket]) -> None:
+        if tickets:
+            self._refuse(tickets)
+            self._stands = True  # though none may be left to wait
 
     def _oldest(self, priority: int) -> list[Ticket]:
         """Return the first ticket of the lowest priority, up to *priority*."""

@@ -125,6 +125,24 @@ async def test_keeps_nobody_out_of_a_queue_for_those_who_wait_long() -> None:
     assert_quiescent(gate)
 
 
+async def test_gives_the_only_place_in_the_queue_to_the_newest() -> None:
+    """As often as one comes: a queue that was emptied by a refusal stands."""
+    clock = Clock()
+    gate = Gate(slots=1, order="adaptive", max_wait=1.0, max_waiting=1, clock=clock)
+    async with anyio.create_task_group() as tasks:
+        crowd = Crowd(gate, tasks)
+        for name in "ab":
+            await crowd.ask(name)
+        clock.now = 1.1
+        for name in ("new", "newer", "newest"):
+            await crowd.ask(name)
+        for _ in range(2):
+            await crowd.release()
+    assert crowd.admitted == ["a", "newest"]
+    assert {*crowd.refused} == {"b", "new", "newer"}
+    assert_quiescent(gate)
+
+
 async def test_keeps_a_full_queue_in_order_until_it_stands() -> None:
     """Before that, the newcomer is refused, as by any gate."""
     clock = Clock()

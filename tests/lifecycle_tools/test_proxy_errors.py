@@ -40,6 +40,18 @@ async def test_logs_its_budget_when_it_starts(tmp_path):
         assert proxy.log().count(line) == 1, proxy.log()
 
 
+@pytest.mark.parametrize("slots", ["0", "8"])
+@pytest.mark.asyncio
+async def test_tells_when_it_starts_that_one_client_may_fill_the_upstream(
+    slots, tmp_path
+):
+    """A limit on bytes alone keeps nobody's small requests out of its queue."""
+    url = f"http://127.0.0.1:{free_port()}"
+    async with running_proxy(url, tmp_path, LIFECYCLE_SLOTS=slots) as proxy:
+        line = " INFO lifecycle: Admission: any number of requests at a time, "
+        assert proxy.log().count(line) == (slots == "0"), proxy.log()
+
+
 @pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200", b"SSH-2.0-x\r\n\r\n"])
 @pytest.mark.asyncio
 async def test_sends_502_when_there_is_no_response(sent, tmp_path):

@@ -48,6 +48,10 @@ def create_app(
         upstream, keep_host=keep_host, forwarded=forwarded, max_message=max_message
     )
     admission = Admission(proxy, environment=environment, **options)
+    if "slots" not in admission.statistics():
+        what = "any number of requests at a time, in the upstream's own queue"
+        how = "with LIFECYCLE_SLOTS, its clients take turns at so many places"
+        logging.getLogger("lifecycle").info("Admission: %s; %s", what, how)
 
     async def entrance(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == health_path:

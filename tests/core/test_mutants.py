@@ -117,6 +117,8 @@ def verdicts(
         for test in tests
         if test.function is test_catches_mutant
     ]
+    # Before threads do: the second to ask for it would empty it.
+    tmp_path_factory.getbasetemp()
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         yield {each.name: pool.submit(hunt, each) for each in asked}
         pool.shutdown(cancel_futures=True)

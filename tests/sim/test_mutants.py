@@ -55,6 +55,8 @@ def finds(tmp_path_factory):
         finally:
             shutil.rmtree(root, ignore_errors=True)
 
+    # Before threads do: the second to ask for it would empty it.
+    tmp_path_factory.getbasetemp()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         yield {m.name: pool.submit(find, m) for m in MUTANTS}
         pool.shutdown(cancel_futures=True)

@@ -370,7 +370,8 @@ class Gate(Grantor):
         if must_wait:
             # It will really wait, not only until its task runs again.
             longest = self._max_waiting
-            if queue.waiting >= longest and not queue.make_room(lease):
+            nested = waiter is None and inside_lease_of(self)
+            if queue.waiting >= longest and (nested or not queue.make_room(lease)):
                 why = (
                     f"its queue of {brief(longest)} is full"
                     if longest
@@ -378,7 +379,7 @@ class Gate(Grantor):
                 )
                 refusal = self._retry_later(GateFull, f"is full, and {why}")
                 raise self._refuse(lease, refusal)
-            if waiter is None and inside_lease_of(self):
+            if nested:
                 self._refuse(lease, GateFull("nested"))
                 raise deadlock(self)
         lease.waiter = waiter or new_waiter()

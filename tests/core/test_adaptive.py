@@ -143,6 +143,26 @@ async def test_gives_the_only_place_in_the_queue_to_the_newest() -> None:
     assert_quiescent(gate)
 
 
+async def test_costs_nobody_the_place_that_a_mistake_could_not_take() -> None:
+    """A task that waits for itself is refused, and the oldest waits on."""
+    clock = Clock()
+    gate = Gate(slots=1, order="adaptive", max_wait=1.0, max_waiting=1, clock=clock)
+    async with anyio.create_task_group() as tasks:
+        crowd = Crowd(gate, tasks)
+        with gate.try_admit():
+            await crowd.ask("old")
+            clock.now = 1.1
+            await crowd.ask("new")
+            with pytest.raises(GateFull):
+                await gate.admit()
+            await anyio.wait_all_tasks_blocked()
+            assert {*crowd.refused} == {"old"}
+        await anyio.wait_all_tasks_blocked()
+        assert crowd.admitted == ["new"]
+        await crowd.release()
+    assert_quiescent(gate)
+
+
 async def test_keeps_a_full_queue_in_order_until_it_stands() -> None:
     """Before that, the newcomer is refused, as by any gate."""
     clock = Clock()

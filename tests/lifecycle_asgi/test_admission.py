@@ -647,8 +647,9 @@ async def test_logs_no_advice_for_a_slow_body_that_declared_its_length(caplog) -
     async with anyio.create_task_group() as tasks:
         scope = http_scope(CHAT, headers=length(900_000))
         tasks.start_soon(admission, scope, receive, server.send)
-        while in_use(admission)["bodies"] != 3 * 65536:
-            await anyio.sleep(0.001)
+        with anyio.fail_after(120):  # a timer tells nobody that it was due
+            while in_use(admission)["bodies"] != 3 * 65536:
+                await anyio.sleep(0.001)
         admission.gates[1].resize(bytes=1)
         arrived.set()
     assert server.status == 503

@@ -196,7 +196,9 @@ def serve_litserve(port: int) -> None:
     """Serve LitServe's OpenAI API over a worker that generates tokens."""
     from conformance_litserve import serve
 
-    serve(port, [guarded])
+    from lifecycle_asgi.litserve_plugin import LitServer
+
+    serve(port, *([LitServer] if "LIFECYCLE_BYTES" in os.environ else []))
 
 
 def serve_backend(port: int) -> None:
@@ -231,11 +233,12 @@ def serve_transformers(port: int) -> None:
     """Serve a tiny model with `transformers serve`."""
     import torch
     from transformers.cli.serve import Serve
-    from transformers.cli.serving import server
+
+    from lifecycle_asgi.transformers_plugin import register
 
     torch.set_num_threads(1)
-    make: Any = server.build_server
-    server.build_server = lambda *a, **k: guarded(make(*a, **k))
+    if "LIFECYCLE_BYTES" in os.environ:
+        register()
     Serve(force_model=str(cached("qwen3")), port=port)
 
 

@@ -28,8 +28,7 @@ class Chat(litserve.LitAPI):
         images.clear()
 
 
-def serve(port: int, middlewares: list[Any]) -> None:
+def serve(port: int, server_class: Any = litserve.LitServer) -> None:
     """Serve until interrupted."""
-    api = Chat(spec=litserve.OpenAISpec())
-    server = litserve.LitServer(api, accelerator="cpu", middlewares=middlewares)
+    server = server_class(Chat(spec=litserve.OpenAISpec()), accelerator="cpu")
     server.run(host="127.0.0.1", port=port, generate_client_file=False)

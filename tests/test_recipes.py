@@ -22,7 +22,7 @@ from ports import free_port
 RECIPES = Path(__file__).resolve().parents[1] / "examples" / "recipes"
 KIT = Path(__file__).resolve().parent / "kit"
 # Their work runs in other processes; they have tests of their own below.
-APART = {"litserve_app", "ray_serve_app"}
+APART = {"ray_serve_app"}
 NAMES = sorted({path.stem for path in RECIPES.glob("*_app.py")} - APART)
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 # Serves one recipe, and prints the session statistics for each line of input.
@@ -184,56 +184,9 @@ def wait_healthy(port: int, path: str = "/health") -> None:
     raise AssertionError("not healthy")
 
 
-BARE = (
-    "from contextlib import AsyncExitStack\nr.LifecycleMiddleware = lambda app: app\n"
-)
-LITSERVE = """
-import sys, litserve_app as r, counting_api as c
-{bare}r.main({api}, port=int(sys.argv[2]), generate_client_file=False)
-"""
 # What a server does without us shows that the tests can fail; `make prove` looks.
 WITHOUT = pytest.param(True, id="without", marks=pytest.mark.slow)
 BOTH = [pytest.param(False, id="with"), WITHOUT]
-# Without the middleware no request owns anything, and all is wanted forever.
-NO_OWNER = "r.request_of = lambda _: type('NoOwner', (), {'own': lambda _, it: it})()\n"
-
-
-@pytest.mark.parametrize("bare", BOTH)
-def test_frees_worker_of_litserve_when_client_leaves(bare: bool) -> None:
-    """The only worker serves the next client; without us, the disconnected one."""
-    pytest.importorskip("litserve")
-    port = free_port()
-    code = LITSERVE.format(
-        bare=BARE + NO_OWNER if bare else "", api="r.Speak(stream=True)"
-    )
-    with running(code, port):
-        wait_healthy(port)
-        first = ask(port, "/predict", {})
-        assert first.getresponse().read(5) == b"word\n"
-        first.close()
-        second = ask(port, "/predict", {}, timeout=3 if bare else 300)
-        if bare:
-            with pytest.raises(TimeoutError):
-                second.getresponse().read(5)
-        else:
-            assert second.getresponse().read(5) == b"word\n"
-        second.close()
-
-
-@pytest.mark.parametrize(
-    "api", ["r.Speak(stream=True)", "c.Count()"], ids=["stream", "whole"]
-)
-@pytest.mark.parametrize("bare", BOTH)
-def test_stops_prediction_of_litserve_when_client_leaves(bare: bool, api: str) -> None:
-    """A worker without a client uses no CPU; without the middleware it continues."""
-    pytest.importorskip("litserve")
-    port = free_port()
-    code = LITSERVE.format(bare=BARE + NO_OWNER if bare else "", api=api)
-    with running(code, port) as process:
-        wait_healthy(port)
-        leave_working(process, ask(port, "/predict", {}))
-        assert goes_on(process) == bare
-
 
 CHAT = "/v1/chat/completions"
 BATCHED = ("--continuous-batching", "--cb-num-blocks=1024", "--cb-max-batch-tokens=256")

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextvars import ContextVar, copy_context
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 from weakref import ref
 
 import anyio
@@ -37,6 +37,20 @@ P = ParamSpec("P")
 Held = list[Callable[[], object]]
 
 _log = logging.getLogger("lifecycle")
+
+
+class Consumer(Protocol):
+    """Who waits for what runs here.
+
+    Attributes:
+        gone: Whether they do no more.
+    """
+
+    @property
+    def gone(self) -> bool: ...
+
+
+running_consumer: ContextVar[Consumer | None] = ContextVar("running", default=None)
 
 
 def give_up(held: Held) -> None:
@@ -128,7 +142,7 @@ def consumer_gone() -> bool:
     iterator runs. Threads that it starts itself know nothing of its consumer, unless
     they run in a copy of its context.
     """
-    running = _running.get()
+    running = running_consumer.get()
     return running is not None and running.gone
 
 
@@ -278,7 +292,7 @@ class _Worker:
 
     def _run(self) -> None:
         forget_loop()
-        _running.set(self)
+        running_consumer.set(self)
         call, self._call = self._call, None
         iterator: list[Any] = []
         item = error = None
@@ -300,9 +314,6 @@ class _Worker:
                 error, failure = failure, None
             self._post(functools.partial(self._answered_by, None, error))
         self._post(functools.partial(self._ended_with, failure))
-
-
-_running: ContextVar[_Worker | None] = ContextVar("running", default=None)
 
 
 def _attempt(

@@ -9,7 +9,8 @@ applications.
 - Argument checks: `check_type`, `check_bool`, `check_callable`, `check_int`,
   `check_seconds`, `check_choice`.
 - Backpressure: `DrainRate`; fairness: `Company`.
-- Which request made a lease or a session: `owner`; which task runs: `current_task`.
+- Which request made a lease or a session: `owner`; which task runs: `current_task`;
+  whom `consumer_gone` asks: `running_consumer`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ._eventloop import (
 )
 from ._owner import owner
 from ._queues import Company, DrainRate
+from ._thread_iterator import running_consumer
 from ._validation import (
     check_bool,
     check_callable,
@@ -55,5 +57,6 @@ __all__ = (
     "event_loop_clock",
     "new_waiter",
     "owner",
+    "running_consumer",
     "threadsafe_call",
 )

@@ -13,13 +13,13 @@ from howto import how_to
 from stranger import CLAIMED, Client, Stranger, launched
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(find_spec("litserve") is None, reason="no LitServe"),
 ]
 STARTED = "Uvicorn running on"
 BYTES = 4 * 2**20
 # What the page leaves to the user.
-API = """
+DOUBLE = """
 from litserve import LitAPI
 
 class Double(LitAPI):
@@ -28,20 +28,104 @@ class Double(LitAPI):
 
 api = Double()
 """
+# Whose work lasts until it is ended, and says so.
+ENDLESS = """
+import asyncio
+import os
+import time
+from contextlib import contextmanager
+
+from lifecycle import consumer_gone
+from litserve import LitAPI, OpenAISpec
+
+@contextmanager
+def told(*names):
+    names = " ".join(names)
+    os.write(1, f"begun {names}\\n".encode())
+    try:
+        yield
+    finally:
+        os.write(1, f"ended {names}\\n".encode())
+
+class Stream(LitAPI):
+    def predict(self, request):
+        with told(request["name"]):
+            while True:
+                time.sleep(0.01)
+                yield request["name"]
+
+    def encode_response(self, output):
+        yield from output
+
+class AsyncStream(Stream):
+    async def predict(self, request):
+        with told(request["name"]):
+            while True:
+                await asyncio.sleep(0.01)
+                yield request["name"]
+
+    async def encode_response(self, output):
+        async for item in output:
+            yield item
+
+class AsyncWhole(LitAPI):
+    async def predict(self, request):
+        with told(request["name"]):
+            await asyncio.Event().wait()
+
+class Whole(LitAPI):
+    def predict(self, request):
+        with told(request["name"]):
+            while not consumer_gone():
+                time.sleep(0.01)
+
+class Batch(LitAPI):
+    def predict(self, requests):
+        names = [request["name"] for request in requests]
+        with told(*names):
+            while True:
+                time.sleep(0.01)
+                yield names
+
+    def encode_response(self, output):
+        yield from output
+
+class Chat(LitAPI):
+    def predict(self, request):
+        with told(request.messages[-1].content):
+            while True:
+                time.sleep(0.01)
+                yield "word "
+
+api = {api}
+"""
+KINDS = {
+    "stream": "Stream(stream=True)",
+    "async stream": "AsyncStream(stream=True, enable_async=True)",
+    "async whole": "AsyncWhole(enable_async=True)",
+    "whole": "Whole()",
+    "batch": "Batch(stream=True, max_batch_size=2, batch_timeout=0.1)",
+    "chat": "Chat(spec=OpenAISpec())",
+}
 
 
 @contextmanager
-def serving(folder: Path, *, guarded: bool = True) -> Iterator[Stranger]:
-    """Run the file of the page, with or without the line that is about us."""
+def serving(
+    folder: Path, api: str = DOUBLE, options: str = "", *, guarded: bool = True
+) -> Iterator[Stranger]:
+    """Run the file of the page, with our class or LitServe's own."""
     page = how_to("LitServe")
-    code = page.code if guarded else page.code.replace("middlewares=[Admission]", "")
-    assert code.count(".run()") == 1
-    text = API + code.replace(".run()", ".run(port=int(sys.argv[1]))")
-    (folder / page.argv[-1]).write_text(f"import sys\n{text}")
+    ours = "from lifecycle_asgi.litserve_plugin import LitServer"
+    assert page.code.count(ours) == page.code.count("(api)") == 1
+    assert page.code.count(".run()") == 1
+    code = page.code if guarded else page.code.replace(ours, "from litserve import *")
+    code = code.replace("(api)", f"(api, {options})")
+    code = code.replace(".run()", ".run(port=int(sys.argv[1]))")
+    (folder / page.argv[-1]).write_text(f"import sys\n{api}\n{code}")
     variables = {**page.environment, "LIFECYCLE_BYTES": str(BYTES)}
-    with launched(folder, *page.argv, "PORT", **variables) as server:
-        assert STARTED in server.until(STARTED), server.said
-        yield server
+    with launched(folder, *page.argv, "PORT", **variables) as it:
+        assert STARTED in it.until(STARTED), it.said
+        yield it
 
 
 def ask(server: Stranger, number: int, **headers: str) -> Client:
@@ -50,7 +134,16 @@ def ask(server: Stranger, number: int, **headers: str) -> Client:
     return server.post("/predict", body, **headers)
 
 
-@pytest.mark.parametrize("guarded", [True, False])
+def begin(server: Stranger, name: str, kind: str = "stream") -> Client:
+    """Ask for what does not end, under a name."""
+    if kind == "chat":
+        message = {"role": "user", "content": name}
+        body = {"model": "lit", "stream": True, "messages": [message]}
+        return server.post("/v1/chat/completions", json.dumps(body).encode())
+    return server.post("/predict", json.dumps({"name": name}).encode())
+
+
+@pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_limits_litserve_and_changes_no_answer(tmp_path: Path, guarded: bool) -> None:
     """The page's file limits it: by itself, LitServe waits for all of any body."""
     with serving(tmp_path, guarded=guarded) as server:
@@ -61,3 +154,81 @@ def test_limits_litserve_and_changes_no_answer(tmp_path: Path, guarded: bool) ->
         answer = ask(server, 21, **CLAIMED).answer()
         assert answer.status == 413
         assert b"request body is larger than 262144 bytes" in answer.read()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, "") for kind in KINDS), ("stream", "fast_queue=True")],
+)
+def test_ends_work_of_who_has_left(tmp_path: Path, kind: str, options: str) -> None:
+    """Their ``finally`` has run, and the only worker serves the next."""
+    api = ENDLESS.replace("{api}", KINDS[kind])
+    with serving(tmp_path, api, options) as server:
+        for name in ("first", "second"):
+            client = begin(server, name, kind)
+            assert f"begun {name}" in server.until(f"begun {name}")
+            client.leave()
+            assert f"ended {name}" in server.until(f"ended {name}")
+
+
+def test_begins_nothing_for_who_left_the_queue(tmp_path: Path) -> None:
+    """The one that waits behind them is served, and they never."""
+    api = ENDLESS.replace("{api}", KINDS["stream"])
+    with serving(tmp_path, api) as server:
+        first = begin(server, "first")
+        server.until("begun first")
+        leaver = begin(server, "leaver")
+        last = begin(server, "last")
+        leaver.leave()
+        # Their ends are noticed in order.
+        ask(server, 1, **CLAIMED).answer().read()
+        first.leave()
+        said = server.until("begun last")
+        assert "begun last" in said
+        assert "leaver" not in said
+        assert last.answer().read(4) == b"last"
+
+
+def test_ends_a_batch_with_its_last_client(tmp_path: Path) -> None:
+    """Not with its first."""
+    # Which waits for both.
+    batch = "Batch(stream=True, max_batch_size=2, batch_timeout=600)"
+    api = ENDLESS.replace("{api}", batch)
+    with serving(tmp_path, api, "timeout=False") as server:
+        clients = {name: begin(server, name) for name in ("one", "two")}
+        said = server.until("begun")
+        assert "one" in said
+        assert "two" in said
+        clients["one"].leave()
+        answer = clients["two"].answer()
+        assert answer.read(300) == b"two" * 100
+        clients["two"].leave()
+        assert "ended" in server.until("ended")
+
+
+@pytest.mark.slow
+def test_litserve_itself_works_on(tmp_path: Path) -> None:
+    """Its only worker does not serve the next, whose client waits for three seconds."""
+    api = ENDLESS.replace("{api}", KINDS["stream"])
+    with serving(tmp_path, api, guarded=False) as server:
+        first = begin(server, "first")
+        server.until("begun first")
+        first.leave()
+        second = begin(server, "second")
+        second.socket.settimeout(3)
+        with pytest.raises(TimeoutError):
+            second.answer().read(6)
+        assert not [line for line in server.said if "ended" in line]
+
+
+def test_refuses_a_version_that_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing would end there: it says so instead."""
+    from litserve.loops.base import LitLoop
+
+    from lifecycle_asgi.litserve_plugin import LitServer
+
+    monkeypatch.setattr(LitLoop, "put_response", lambda self, message: None)
+    with pytest.raises(SystemExit, match="unknown to this plug-in; install litserve"):
+        LitServer(None)

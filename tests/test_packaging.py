@@ -34,7 +34,7 @@ DOORS = {
 DOORS |= {"lifecycle.testing", "lifecycle.testing.pytest_plugin"}
 # A framework, a server, and tests, are imported by their own name.
 DOORS |= {"lifecycle_asgi.starlette", "lifecycle_asgi.testing"}
-DOORS |= {"lifecycle_asgi.uvicorn_protocol"}
+DOORS |= {"lifecycle_asgi.uvicorn_protocol", "lifecycle_asgi.litserve_plugin"}
 DOORS |= {"lifecycle_asgi.prometheus", "lifecycle_asgi.opentelemetry"}
 # Each tool is imported when its subcommand runs.
 DOORS |= {f"lifecycle_tools.{name}" for name in ("check", "proxy", "top")}

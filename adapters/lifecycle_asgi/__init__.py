@@ -2,7 +2,7 @@
 
 Modules::
 
-    _types         the ASGI callables, as types
+    asgi_types     the ASGI callables, as types
     json_body      parse_json: long strings slice by slice; LongText
     media          find_media: the images, video, audio and files of a request
     image_structure  structure_error: files that are expensive to open
@@ -24,6 +24,7 @@ Modules::
     vllm_plugin    hand-off in vLLM, by its entry point for plugins
     sglang_plugin  SGLang: Admission and hand-off, by its entry point for plugins
     transformers_plugin  transformers serve: Admission, and the end of leavers' work
+    litserve_plugin  the same for LitServe; imported by name only
     resume         ResumableStreams: clients that leave may resume their stream
     admission      Admission: all of this around the application of any server
     live_warnings  find_warnings: what is wrong, of one moment
@@ -37,7 +38,7 @@ Modules::
     uvicorn_protocol  uvicorn without trailers; imported by name only
 
 Nothing but `lifecycle_asgi.starlette` imports a web framework, and nothing but
-`lifecycle_asgi.uvicorn_protocol` a server.
+`lifecycle_asgi.uvicorn_protocol` and `lifecycle_asgi.litserve_plugin` a server.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ import anyio.to_thread
 from lifecycle import CostTooLarge, GateFull, GateStatistics, Lease, Payload
 from lifecycle.events import Observer
 from lifecycle.lowlevel import event_loop_clock
-from lifecycle_asgi._types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionOptions, AdmissionSettings
 from lifecycle_asgi.api_keys import ApiKeys
+from lifecycle_asgi.asgi_types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.body import (
     FIRST_CHARGE,
     BodyReader,
@@ -31,7 +31,14 @@ from lifecycle_asgi.body import (
 )
 from lifecycle_asgi.events import client_timeout
 from lifecycle_asgi.heap import LARGE, Heap
-from lifecycle_asgi.lanes import ClientShares, Lane, make_lanes, reporting, shares
+from lifecycle_asgi.lanes import (
+    ClientShares,
+    Lane,
+    ShadowLog,
+    make_lanes,
+    reporting,
+    shares,
+)
 from lifecycle_asgi.learned_budget import LearnedBudget
 from lifecycle_asgi.limits import ClientIdentity
 from lifecycle_asgi.media_body import BodyEstimator
@@ -58,7 +65,6 @@ from lifecycle_asgi.responses import (
     send_response,
     with_headers_of,
 )
-from lifecycle_asgi.shadow_log import ShadowLog
 from lifecycle_asgi.websocket import denial
 
 _SCOPE_KEY: Final = "lifecycle.admission"

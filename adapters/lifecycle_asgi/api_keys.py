@@ -7,7 +7,7 @@ from base64 import b64decode
 from collections.abc import Iterable
 from typing import Any, Final
 
-from lifecycle_asgi._types import Scope
+from lifecycle_asgi.asgi_types import Scope
 from lifecycle_asgi.limits import ClientIdentity
 
 # Those of vLLM's own check.

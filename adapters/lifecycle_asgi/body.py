@@ -11,7 +11,7 @@ import anyio
 
 from lifecycle import GateClosed, GateFull, Lease
 from lifecycle.lowlevel import event_loop_clock
-from lifecycle_asgi._types import Message, Receive, Scope
+from lifecycle_asgi.asgi_types import Message, Receive, Scope
 from lifecycle_asgi.request import FRAMING, declared_length
 
 # The first charge of a body without a declared length; it grows by doubling.

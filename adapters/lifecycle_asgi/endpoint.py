@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, get_origin
 
-from lifecycle_asgi._types import Message, Receive, Scope, Send
+from lifecycle_asgi.asgi_types import Message, Receive, Scope, Send
 from lifecycle_asgi.middleware import (
     CLIENT_CLOSED_REQUEST,
     DISCONNECT,

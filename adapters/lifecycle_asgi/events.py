@@ -28,7 +28,7 @@ from lifecycle import Lease, Session
 from lifecycle.debug import lease_state
 from lifecycle.events import Event, Observer, Outcome
 from lifecycle.lowlevel import current_task
-from lifecycle_asgi._types import AnyGate, Scope
+from lifecycle_asgi.asgi_types import AnyGate, Scope
 
 LIVE_KEY: Final = "lifecycle.live"
 """Key of the `LiveRequest` in the ASGI scope, set by `LiveView`."""

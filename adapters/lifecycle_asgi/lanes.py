@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import anyio
+
 from lifecycle import Gate, GateFull, GateStatistics, Lease, Refused
 from lifecycle.events import AdmissionRefused, Observer, combine_observers, guarded
 from lifecycle.lowlevel import DrainRate, event_loop_clock
 from lifecycle.shared import SharedGate
-from lifecycle_asgi._types import AnyGate, Message, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
+from lifecycle_asgi.asgi_types import AnyGate, Message, Send
 from lifecycle_asgi.refusals import ClientLimitExceeded, TooManyInFlight
 
 RESERVES: Final = MappingProxyType({"fair": 0.125, "fifo": 0.0, "adaptive": 0.0})
 """Parts of a gate that one client leaves to the others, by the order."""
 _LOAD: Final = b"endpoint-load-metrics"
+_SECONDS_BETWEEN_SUMMARIES: Final = 60.0
 
 
 def shares(nbytes: int) -> list[int]:
@@ -347,3 +351,32 @@ def reporting(send: Send, lanes: Iterable[Lane]) -> Send:
 
 def _now() -> float:
     return event_loop_clock()()
+
+
+class ShadowLog:
+    """Says in the log that no request is refused, and how many would have been."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = lanes
+        self._seen: dict[str, int] = {}
+        self._next = -math.inf
+        self._log = logging.getLogger("lifecycle")
+        self._log.warning(
+            "Admission refuses no request and only counts, as its setting shadow is "
+            "on; turn it off to limit requests"
+        )
+
+    def summarise(self) -> None:
+        """Log the counts that have changed, once a minute at most."""
+        now = anyio.current_time()
+        if now < self._next:
+            return
+        lanes = self._lanes
+        counts = {lane.name: lane.statistics().over_limit for lane in lanes}
+        if counts != self._seen and any(counts.values()):
+            self._next = now + _SECONDS_BETWEEN_SUMMARIES
+            self._seen = counts
+            names = (name.removeprefix("admission-") for name in counts)
+            pairs = zip(counts.values(), names, strict=True)
+            shown = ", ".join(f"{count} in {name}" for count, name in pairs)
+            self._log.warning("Admission would have refused or delayed %s", shown)

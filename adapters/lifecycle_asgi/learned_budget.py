@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from lifecycle import GateStatistics
-from lifecycle_asgi._types import AnyGate
+from lifecycle_asgi.asgi_types import AnyGate
 from lifecycle_asgi.memory_limit import (
     MemoryLimit,
     body_text,

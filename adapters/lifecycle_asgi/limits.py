@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
-from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.asgi_types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow, RequestBody
 from lifecycle_asgi.refusals import Refusal, refusal_response
 from lifecycle_asgi.request import declared_length, keep_head

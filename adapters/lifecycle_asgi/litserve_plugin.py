@@ -23,8 +23,8 @@ from litserve.utils import LitAPIStatus
 
 from lifecycle import consumer_gone
 from lifecycle.lowlevel import running_consumer
-from lifecycle_asgi._types import App, Receive, Scope, Send
 from lifecycle_asgi.admission import Admission
+from lifecycle_asgi.asgi_types import App, Receive, Scope, Send
 
 _PUT: Final = (
     *("self", "transport", "response_queue_id", "uid"),

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from lifecycle import Lease, Session
 from lifecycle.debug import lease_state, payloads
-from lifecycle_asgi._types import AnyGate
+from lifecycle_asgi.asgi_types import AnyGate
 from lifecycle_asgi.events import LiveRequest, LiveRequests, current_count
 from lifecycle_asgi.live_warnings import (
     EngineView,

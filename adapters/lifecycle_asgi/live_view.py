@@ -22,8 +22,8 @@ import anyio
 
 from lifecycle.debug import who_holds
 from lifecycle.lowlevel import owner
-from lifecycle_asgi._types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.api_keys import with_basic
+from lifecycle_asgi.asgi_types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.events import LIVE_KEY, LiveRequest, LiveRequests
 from lifecycle_asgi.limits import ClientIdentity, client_address, is_loopback
 from lifecycle_asgi.live_snapshot import (

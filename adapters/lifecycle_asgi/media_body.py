@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from lifecycle_asgi._types import Scope
+from lifecycle_asgi.asgi_types import Scope
 from lifecycle_asgi.json_body import parse_json
 from lifecycle_asgi.media import Kind, Media, TooDeep, find_media
 from lifecycle_asgi.media_memory import MediaProfile, MemoryEstimate, estimate_media

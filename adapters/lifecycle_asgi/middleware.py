@@ -15,7 +15,7 @@ from anyio.lowlevel import RunVar
 
 from lifecycle.events import Observer, guarded
 from lifecycle.lowlevel import Waiter, call_soon, check_int, new_waiter, owner
-from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.asgi_types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.disconnects import (
     DisconnectWatcher,
     Watch,

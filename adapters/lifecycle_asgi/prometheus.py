@@ -37,7 +37,7 @@ from lifecycle.events import (
     StreamEnded,
 )
 from lifecycle.shared import SharedGate
-from lifecycle_asgi._types import AnyGate
+from lifecycle_asgi.asgi_types import AnyGate
 from lifecycle_asgi.events import (
     FirstItem,
     PhaseEnded,

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from lifecycle import GateStatistics, SessionRegistry, SessionStatistics
-from lifecycle_asgi._types import AnyGate
+from lifecycle_asgi.asgi_types import AnyGate
 from lifecycle_asgi.lanes import Lane
 
 if TYPE_CHECKING:

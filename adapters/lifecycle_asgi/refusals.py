@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from lifecycle import CostTooLarge, GateClosed, Refused
-from lifecycle_asgi._types import Scope, Send
+from lifecycle_asgi.asgi_types import Scope, Send
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow
 from lifecycle_asgi.request import ID, IDS, SAFE_ID
 from lifecycle_asgi.responses import Headers, Response, gives_ids

@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from lifecycle import in_thread
 from lifecycle.events import Outcome
-from lifecycle_asgi._types import Message, Scope
+from lifecycle_asgi.asgi_types import Message, Scope
 from lifecycle_asgi.events import (
     LiveRequest,
     Phase,

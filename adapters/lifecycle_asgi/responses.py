@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import anyio
 
-from lifecycle_asgi._types import App, Scope, Send
+from lifecycle_asgi.asgi_types import App, Scope, Send
 from lifecycle_asgi.body import RequestBody
 
 Headers = list[tuple[bytes, bytes]]

@@ -28,7 +28,7 @@ from lifecycle import (
     SessionRegistry,
 )
 from lifecycle.lowlevel import check_int, check_seconds, clear_traceback_frames
-from lifecycle_asgi._types import Receive, Scope, Send
+from lifecycle_asgi.asgi_types import Receive, Scope, Send
 from lifecycle_asgi.disconnects import transport_of
 from lifecycle_asgi.middleware import CLIENT_CLOSED_REQUEST, DISCONNECT
 from lifecycle_asgi.refusals import ApiError, protocol_response, refusal_response

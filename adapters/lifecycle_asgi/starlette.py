@@ -21,7 +21,7 @@ from starlette.websockets import WebSocket, WebSocketState
 from lifecycle import CostTooLarge, Gate, GateClosed, Lease, Refused
 from lifecycle.events import Observer
 from lifecycle_asgi import resume
-from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.asgi_types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.endpoint import ConnectionWatch
 from lifecycle_asgi.limits import BodyLimit
 from lifecycle_asgi.middleware import CLIENT_CLOSED_REQUEST, LifecycleMiddleware

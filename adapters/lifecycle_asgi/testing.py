@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 import anyio
 import anyio.lowlevel
 
-from lifecycle_asgi._types import App, Message
+from lifecycle_asgi.asgi_types import App, Message
 
 __all__ = ("Answer", "lifespan", "request")
 

@@ -17,8 +17,8 @@ from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, Final
 
-from lifecycle_asgi._types import App, Receive, Scope, Send
 from lifecycle_asgi.admission import Admission
+from lifecycle_asgi.asgi_types import App, Receive, Scope, Send
 from lifecycle_asgi.request import request_of
 
 _BATCHES: Final = "transformers.generation.continuous_batching.continuous_api"

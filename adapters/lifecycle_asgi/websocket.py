@@ -10,7 +10,7 @@ from weakref import ref
 import anyio
 
 from lifecycle.lowlevel import current_task, owner
-from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.asgi_types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.events import Claims
 
 _SCOPE_KEY: Final = "lifecycle.websocket"

@@ -40,10 +40,10 @@ _log = logging.getLogger("lifecycle")
 
 
 class Consumer(Protocol):
-    """Who waits for what runs here.
+    """The one that waits for what runs here.
 
     Attributes:
-        gone: Whether they do no more.
+        gone: Whether it waits no more.
     """
 
     @property

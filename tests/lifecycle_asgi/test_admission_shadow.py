@@ -9,7 +9,7 @@ import anyio
 import pytest
 from asgi_kit import ScriptedServer, http_scope
 
-from lifecycle_asgi import Admission, AdmissionSettings, MemoryEstimate, shadow_log
+from lifecycle_asgi import Admission, AdmissionSettings, MemoryEstimate, lanes
 from lifecycle_asgi.prometheus import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -161,7 +161,7 @@ async def test_says_that_it_limits_nothing(
     caplog.clear()
     await ask(admission, b"xy")
     assert caplog.text == ""
-    monkeypatch.setattr(shadow_log, "_SECONDS_BETWEEN_SUMMARIES", 0.0)
+    monkeypatch.setattr(lanes, "_SECONDS_BETWEEN_SUMMARIES", 0.0)
     admission = shadow(echo, max_body=1)
     caplog.clear()
     for _ in range(2):

@@ -12,7 +12,10 @@ from websockets.exceptions import InvalidHandshake
 
 from lifecycle import Refused
 from lifecycle.lowlevel import check_int
+from lifecycle_asgi.asgi_types import Message, Receive, Scope, Send
 from lifecycle_asgi.body import ClientLeft
+from lifecycle_asgi.refusals import ApiError, describe, protocol_response
+from lifecycle_asgi.responses import send_response
 from lifecycle_asgi.websocket import denial
 from lifecycle_tools.proxy.connection import UpstreamError, UpstreamLost
 from lifecycle_tools.proxy.exchange import Exchange, RequestStream
@@ -23,14 +26,6 @@ from lifecycle_tools.proxy.headers import (
     is_operators,
     request_headers,
     tokens,
-)
-from lifecycle_tools.proxy.responses import (
-    Message,
-    Receive,
-    Scope,
-    Send,
-    send_error,
-    send_refusal,
 )
 from lifecycle_tools.proxy.tunnel import Tunnel
 from lifecycle_tools.proxy.upstream import Upstream
@@ -124,7 +119,7 @@ class Proxy:
             return
         except Refused as refusal:
             _log(scope, "refused", str(refusal))
-            await send_refusal(scope, send, refusal)
+            await _send_refusal(scope, send, refusal)
             return
         failure: UpstreamError | None = None
         begun = False
@@ -170,7 +165,7 @@ class Proxy:
                 await tunnel.run()
         except Refused as refusal:
             _log(scope, "refused", str(refusal))
-            await send_refusal(scope, deny, refusal)
+            await _send_refusal(scope, deny, refusal)
         except InvalidHandshake as error:
             await self._fail(scope, deny, 400, "invalid_request", str(error))
         except UpstreamError as error:
@@ -230,7 +225,7 @@ class Proxy:
         self, scope: Scope, send: Send, status: int, code: str, reason: str
     ) -> None:
         _log(scope, str(status), reason)
-        await send_error(scope, send, status, code, reason)
+        await _send_error(scope, send, status, code, reason)
 
 
 def _log(scope: Scope, what: str, reason: str) -> None:
@@ -240,3 +235,27 @@ def _log(scope: Scope, what: str, reason: str) -> None:
 
 def _path(scope: Scope) -> str:
     return bytes(scope.get("raw_path") or b"/").decode("ascii", "replace")
+
+
+async def _send_error(
+    scope: Scope, send: Send, status: int, code: str, reason: str
+) -> None:
+    """Send a complete response that says what is wrong.
+
+    Cancellation:
+        The response may be cut off.
+    """
+    error = ApiError(status, reason, code=code)
+    status, headers, body = protocol_response(scope, error)
+    if status == 400:  # where the next request begins is in doubt
+        headers = [*headers, (b"connection", b"close")]
+    await send_response(send, (status, headers, body))
+
+
+async def _send_refusal(scope: Scope, send: Send, refusal: Refused) -> None:
+    """Send a complete response to a request that was not admitted.
+
+    Cancellation:
+        The response may be cut off.
+    """
+    await send_response(send, protocol_response(scope, describe(refusal)))

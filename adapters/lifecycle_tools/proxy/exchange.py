@@ -8,6 +8,7 @@ from typing import Final
 import anyio
 import h11
 
+from lifecycle_asgi.asgi_types import Receive, Scope, Send
 from lifecycle_asgi.body import ClientLeft
 from lifecycle_asgi.request import declared_length
 from lifecycle_tools.proxy.connection import (
@@ -22,7 +23,6 @@ from lifecycle_tools.proxy.headers import (
     takes_trailers,
     tokens,
 )
-from lifecycle_tools.proxy.responses import Receive, Scope, Send
 from lifecycle_tools.proxy.upstream import ProxyTimeouts
 
 # A body in one piece is sent in slices, so that no second copy of it exists.

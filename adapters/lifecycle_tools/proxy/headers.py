@@ -13,8 +13,8 @@ from enum import StrEnum
 from typing import Final, TypeAlias
 from urllib.parse import unquote
 
+from lifecycle_asgi.asgi_types import Scope
 from lifecycle_asgi.request import HOST, declared_length
-from lifecycle_tools.proxy.responses import Scope
 
 Header: TypeAlias = tuple[bytes, bytes]
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lifecycle_asgi import Admission
+from lifecycle_asgi.asgi_types import App, Receive, Scope, Send
 from lifecycle_asgi.responses import send_response
 from lifecycle_tools.proxy.application import MAX_MESSAGE, Proxy
 from lifecycle_tools.proxy.headers import ForwardedHeaders
-from lifecycle_tools.proxy.responses import App, Receive, Scope, Send
 from lifecycle_tools.proxy.upstream import Upstream
 
 

@@ -19,6 +19,7 @@ from websockets.protocol import Event, State
 from websockets.typing import Subprotocol
 from websockets.uri import parse_uri
 
+from lifecycle_asgi.asgi_types import Message, Receive, Scope, Send
 from lifecycle_asgi.responses import send_response
 from lifecycle_asgi.websocket import denial
 from lifecycle_tools.proxy.connection import (
@@ -27,7 +28,6 @@ from lifecycle_tools.proxy.connection import (
     UpstreamTimeout,
 )
 from lifecycle_tools.proxy.headers import Header, response_headers
-from lifecycle_tools.proxy.responses import Message, Receive, Scope, Send
 from lifecycle_tools.proxy.upstream import ProxyTimeouts
 
 _READ_BYTES: Final = 65536

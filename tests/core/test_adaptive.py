@@ -237,6 +237,28 @@ async def test_keeps_priorities_and_sizes() -> None:
     assert_quiescent(gate)
 
 
+async def test_takes_the_place_of_one_that_is_less_urgent() -> None:
+    """In a full queue, where overload lasts; one that is more urgent keeps it."""
+    clock = Clock()
+    gate = Gate(slots=1, order="adaptive", max_wait=1.0, max_waiting=2, clock=clock)
+    async with anyio.create_task_group() as tasks:
+        crowd = Crowd(gate, tasks)
+        for name in ("first", "old", "older"):
+            await crowd.ask(name)
+        clock.now = 1.15
+        await crowd.ask("urgent", priority=2)
+        await crowd.ask("low")
+        assert {*crowd.refused} == {"old", "older"}
+        await crowd.ask("high", priority=1)
+        assert [*crowd.refused][2:] == ["low"]
+        with pytest.raises(GateFull):
+            await gate.admit()  # less urgent than both
+        for _ in range(3):
+            await crowd.release()
+    assert crowd.admitted == ["first", "urgent", "high"]
+    assert_quiescent(gate)
+
+
 async def test_refuses_nobody_for_the_sake_of_one_that_it_refuses() -> None:
     """A large one that waited for too long blocks nobody: its refusal is due as well."""
     clock = Clock()

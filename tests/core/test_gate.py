@@ -496,7 +496,7 @@ async def test_refuses_a_priority_that_cannot_be_sorted() -> None:
     async with anyio.create_task_group() as tasks:
         crowd = Crowd(gate, tasks)
         await crowd.come("before")
-        for priority in ("1", None, 1.5):
+        for priority in ("1", None, 1.0, 1.5):
             with pytest.raises(ValueError, match="priority"):
                 Gate(slots=1).try_admit(priority=priority)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="priority"):

@@ -310,7 +310,7 @@ def test_raises_on_with_what_is_left(no_collector: None) -> None:
     assert ref() is None
 
 
-@pytest.mark.parametrize("way", ["managed", "scrub", "scrubbed call"])
+@pytest.mark.parametrize("way", ["managed", "scrub", "scrubbed call", "starts"])
 async def test_leaves_an_error_alone_that_the_caller_is_handling(way: str) -> None:
     """Where a fallback fails, too, the frames of the first error stay whole."""
 
@@ -338,6 +338,10 @@ async def test_leaves_an_error_alone_that_the_caller_is_handling(way: str) -> No
         elif way == "scrub":
             with pytest.raises(ValueError, match="^$"):
                 await anext(scrubbed(Pixels()))
+        elif way == "starts":
+            async with SessionRegistry() as sessions:
+                with sessions.open("a") as session, pytest.raises(TypeError):
+                    await session.start_all([(1, None)])  # type: ignore[list-item]
         else:
             with pytest.raises(TypeError):
                 scrubbed()  # type: ignore[call-arg]

@@ -1,8 +1,11 @@
 """What adapters share: argument checks, waiters, errors without their text."""
 
+import asyncio
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -255,3 +258,35 @@ async def test_calls_soon_in_the_next_turn() -> None:
         while not called:
             await anyio.lowlevel.checkpoint()
     assert called == [True]
+
+
+@pytest.mark.anyio
+async def test_wakes_from_a_thread_while_the_loop_is_at_work() -> None:
+    """The loop's own check for calls from other threads finds none."""
+    errors, loop = list[BaseException](), None
+    with suppress(RuntimeError):  # on trio, which always checks
+        loop = asyncio.get_running_loop()
+        loop.set_debug(True)
+
+    def wake() -> None:
+        try:
+            waiter.wake()
+        except RuntimeError as error:
+            errors.append(error)
+
+    async def wait() -> None:
+        nonlocal waiter
+        waiter = new_waiter()
+        await waiter
+
+    waiter: Any = None
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            thread = threading.Thread(target=wake)
+            thread.start()
+            thread.join()  # this task runs meanwhile
+            if loop is not None:
+                loop.set_debug(False)
+            assert errors == []

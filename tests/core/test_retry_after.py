@@ -1,5 +1,8 @@
 """Refusals: after how many seconds a client may retry."""
 
+import itertools
+
+import anyio
 import pytest
 
 from lifecycle import Gate, GateFull
@@ -82,3 +85,25 @@ def test_says_what_to_do() -> None:
     assert str(refusal) == (
         f"gate 'photos' is full; retry in {refusal.retry_after:.1f} s"
     )
+
+
+@pytest.mark.anyio
+async def test_counts_each_that_waits() -> None:
+    """Behind each of them a client is told to stay away for longer."""
+    clock, means = Clock(), list[float]()
+    gate = Gate(slots=1, clock=clock)
+    for _ in range(30):
+        with gate.try_admit():
+            clock.now += 4.0
+            refusal_of(gate)
+    held = gate.try_admit()
+    async with anyio.create_task_group() as tasks:
+        for _ in range(4):
+            waits = [refusal_of(gate).retry_after for _ in range(200)]
+            means.append(sum(waits) / len(waits))
+            tasks.start_soon(gate.admit)
+            await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    held.release()
+    assert all(later > 1.15 * sooner for sooner, later in itertools.pairwise(means))
+    assert_quiescent(gate)

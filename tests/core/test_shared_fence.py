@@ -74,6 +74,15 @@ def test_voids_a_grant_of_an_older_epoch(workers) -> None:
     a.try_admit().release()
 
 
+def test_takes_no_grant_for_one_that_waits_no_more(workers) -> None:
+    """The cancellation is on its way to the leader, who takes the grant back."""
+    a, b = workers.two(slots=1)
+    for gate in (a, b):
+        gate._member.decide(10**9, None, 1)
+        assert gate.statistics().slots_in_use == 0
+        gate.try_admit().release()
+
+
 def test_writes_before_it_looks(workers, monkeypatch) -> None:
     """An epoch that begins after the look finds the row written."""
     a, b = workers.two(slots=1)

@@ -341,7 +341,7 @@ async def test_leaves_an_error_alone_that_the_caller_is_handling(way: str) -> No
         elif way == "starts":
             async with SessionRegistry() as sessions:
                 with sessions.open("a") as session, pytest.raises(TypeError):
-                    await session.start_all([(1, None)])  # type: ignore[list-item]
+                    await session.start_all(None)  # type: ignore[arg-type]
         else:
             with pytest.raises(TypeError):
                 scrubbed()  # type: ignore[call-arg]

@@ -135,8 +135,12 @@ PROVE = (
         part("framing", [PYTHON, FRAMING, "--count", "80000"]),
     ),
     (
-        # Recorded mutants, each against the test that caught it.
-        part("mutation", [PYTHON, "scripts/mutation.py", "--replay", "--seconds=300"]),
+        # Recorded mutants, each against the test that caught it; and a new sample.
+        part(
+            "mutation",
+            [PYTHON, "scripts/mutation.py", "--replay", "--seconds=300"],
+            [PYTHON, "scripts/mutation.py", "--seconds=600"],
+        ),
         part("attack", [PYTHON, "tests/http/attack.py", "100"]),
     ),
     (

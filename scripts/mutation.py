@@ -1,13 +1,14 @@
 """Mutation score of the core: small mistakes that its tests do or do not notice.
 
-    python scripts/mutation.py [--sample N] [--seed N] [--seconds S] [MODULE ...]
+    python scripts/mutation.py [--sample N] [--seconds S] [--seed N] [MODULE ...]
     python scripts/mutation.py --sample 500 --record
     python scripts/mutation.py --replay [--seconds S]
 
-The mutants are those of cosmic-ray's operators, in a copy of the package; one that
-differs in annotations alone is none. Each meets the tests that run one of its lines,
-first those that have caught most, until one fails. Survivors that
-tests/core/survivors.toml names with a reason are not counted.
+The mutants are those of cosmic-ray's operators, in a copy of the package, but for `==`
+in place of `is` and the like, which mostly change nothing; one that differs in
+annotations alone is none. A sample is new each time, unless --seed says which. Each
+meets the tests that run one of its lines, first those that have caught most, until one
+fails. Survivors that tests/core/survivors.toml names with a reason are not counted.
 
 Which lines a test runs is measured first, which takes longer than all tests, and each
 time that the core or a test has changed. So `--record` keeps a sample in
@@ -17,9 +18,10 @@ have changed leave the sample. `--replay` plants those that were caught again, e
 against the one test that caught it. A mutant whose lines or test are no longer there is
 left out; where half of them are, the sample has to be recorded again.
 
-All mutants must score 95 %. A sample must not be evidence of less: the upper end of the
+All mutants must score 93 %. A sample must not be evidence of less: the upper end of the
 interval in which the score lies by 95 % (Wilson's) may not be below. A replay is no
-score, as all its mutants were caught once: it finds tests that have become blind.
+score, as all its mutants were caught once: it finds tests that have become blind, and
+must score 95 % in the same sense.
 """
 
 from __future__ import annotations
@@ -57,8 +59,15 @@ from mutation_tests import (
 KNOWN: Final = CORE / "survivors.toml"
 RECORD: Final = ROOT / "benchmarks" / "results" / "mutation.json"
 # They take arguments, and there are none that would suit all modules.
-_LEFT_OUT: Final = ("core/VariableInserter", "core/VariableReplacer")
-_LEAST: Final = 0.95
+_ARGUED: Final = ("core/VariableInserter", "core/VariableReplacer")
+# They differ for objects that are equal and not the same, which few of ours can be.
+_IDENTITIES: Final = tuple(
+    f"core/ReplaceComparisonOperator_{it}"
+    for it in ("Eq_Is", "Is_Eq", "NotEq_IsNot", "IsNot_NotEq")
+)
+_LEFT_OUT: Final = (*_ARGUED, *_IDENTITIES)
+_LEAST: Final = 0.93
+_LEAST_REPLAYED: Final = 0.95
 # A mutant that a test needs longer to catch, such as one that hangs, is not replayed.
 _REPLAYED_SECONDS: Final = 60.0
 
@@ -184,8 +193,8 @@ def main() -> int:
     """Run the command line; 1 if too many mutants live."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("modules", nargs="*", help="without _ or .py, as in gate")
-    parser.add_argument("--sample", type=int, help="try this many, drawn by --seed")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--sample", type=int, help="try this many, drawn by a seed")
+    parser.add_argument("--seed", type=int)
     parser.add_argument("--seconds", type=float, help="begin none after these many")
     parser.add_argument(
         "--jobs", type=int, default=2, help="runs at once (%(default)s)"
@@ -200,6 +209,8 @@ def main() -> int:
     warm_up()
     if options.replay:
         return replay(options.seconds, options.jobs)
+    if options.seed is None:  # of what is recorded it says how to go on
+        options.seed = 1 if options.record else random.randrange(10**6)  # noqa: S311
     drawn = [place for module in modules for place in places(module)]
     random.Random(options.seed).shuffle(drawn)  # noqa: S311 - seeded on purpose
     covered = cover()
@@ -279,7 +290,7 @@ def replay(seconds: float | None, jobs: int) -> int:
     if missing > len(entries) / 2:
         print("record a new sample: make mutation ARGS='--sample 500 --record'")
         return 1
-    return int(interval(caught, tried)[1] < _LEAST)
+    return int(interval(caught, tried)[1] < _LEAST_REPLAYED)
 
 
 def plant(entry: dict[str, Any]) -> str | None:

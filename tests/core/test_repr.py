@@ -242,3 +242,9 @@ def test_shows_a_gate_while_it_is_being_changed() -> None:
     gate = Gate(slots=1)
     with gate._lock.mutex:
         assert repr(gate) == "<Gate 'gate': 0 of 1 slots, 0 of None bytes, 0 waiting>"
+
+
+def test_shows_a_stream_that_was_never_made() -> None:
+    """As a debugger does where its source was refused."""
+    stream = Stream.__new__(Stream)
+    assert (stream.closed, stream.items) == (True, 0)

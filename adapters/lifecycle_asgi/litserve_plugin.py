@@ -13,23 +13,32 @@ import hashlib
 import inspect
 import logging
 import multiprocessing
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import closing
 from contextvars import ContextVar
 from typing import Any, Final
 
 import litserve
-from litserve.loops.base import DefaultLoop, LitLoop
+from fastapi import HTTPException
+from litserve import utils
+from litserve.loops import BatchedLoop, BatchedStreamingLoop, SingleLoop, StreamingLoop
+from litserve.loops.base import LitLoop
+from litserve.middlewares import MaxSizeMiddleware
 from litserve.utils import LitAPIStatus
 
 from lifecycle import consumer_gone
 from lifecycle.lowlevel import running_consumer
 from lifecycle_asgi.admission import Admission
 from lifecycle_asgi.asgi_types import App, Receive, Scope, Send
+from lifecycle_asgi.middleware import CLIENT_CLOSED_REQUEST
 
 _PUT: Final = (
     *("self", "transport", "response_queue_id", "uid"),
     *("response_data", "status", "response_type"),
 )
+# A subclass may work on several requests at once, and we would take them for one.
+_LOOPS: Final = (SingleLoop, BatchedLoop, StreamingLoop, BatchedStreamingLoop)
 _REMEDY: Final = (
     "install litserve 0.2.17 to 0.2.19, or run its own LitServer behind "
     "`lifecycle proxy`"
@@ -49,8 +58,8 @@ class LitServer(litserve.LitServer):  # type: ignore[misc]
     Where a client has left, a request that waits in a queue is taken by no worker; a
     ``predict`` that yields is closed at its next item, one that is ``async`` is
     cancelled, and `lifecycle.consumer_gone` tells any other that asks. A batch ends
-    with its last client. LitServe's loops for continuous batches, and loops of your
-    own, only leave out what waits.
+    with its last client. LitServe's loop for continuous batches, and loops of your
+    own, finish what they have taken.
 
     Args:
         *args: LitServe's.
@@ -61,28 +70,33 @@ class LitServer(litserve.LitServer):  # type: ignore[misc]
             end.
     """
 
+    middlewares: list[Any]
+
     def __init__(self, *args: Any, **options: Any) -> None:
-        if tuple(inspect.signature(LitLoop.put_response).parameters) != _PUT:
+        put = tuple(inspect.signature(LitLoop.put_response).parameters)
+        if put != _PUT or not hasattr(LitAPIStatus, "START"):
             unknown = f"litserve {litserve.__version__} is unknown to this plug-in"
             raise SystemExit(f"{unknown}; {_REMEDY}")
         self._left = _Left()
-        given = options.get("middlewares") or []
-        if isinstance(given, list):
-            ours: list[Any] = [functools.partial(_Submitting, server=self)]
-            if not any(_class_of(each) is Admission for each in given):
-                ours.append(Admission)
-            options["middlewares"] = [*ours, *given]
-        callbacks = options.get("callbacks") or []
-        if not isinstance(callbacks, list):
-            callbacks = [callbacks]
-        options["callbacks"] = [*callbacks, _EndWork(self._left)]
         super().__init__(*args, **options)
+        self.response_buffer = _Answers()
+        self._callback_runner._add_callbacks(_EndWork(self._left))  # noqa: SLF001
 
     def end(self, submitted: list[object]) -> None:
         """End what workers do for a request that is over."""
         for uid in submitted:
             self._left.add(uid)
             self.response_buffer.pop(uid, None)
+
+    def _register_middleware(self) -> None:
+        given = self.middlewares
+        ours: list[Any] = [functools.partial(_Submitting, server=self)]
+        # Around `Admission`, which reads the body, its refusal would be an error.
+        ours += [each for each in given if _is(MaxSizeMiddleware, each)]
+        if not any(_is(Admission, each) for each in given):
+            ours.append(Admission)
+        self.middlewares = [*ours, *(each for each in given if each not in ours)]
+        super()._register_middleware()
 
     def _init_manager(self, num_api_servers: int) -> Any:
         manager = super()._init_manager(num_api_servers)
@@ -92,8 +106,20 @@ class LitServer(litserve.LitServer):  # type: ignore[misc]
         return manager
 
 
-def _class_of(middleware: object) -> object:
-    return middleware[0] if isinstance(middleware, tuple) else middleware
+def _is(kind: type, middleware: Any) -> bool:
+    made = middleware[0] if isinstance(middleware, tuple) else middleware
+    made = getattr(made, "func", made)  # of a partial
+    return isinstance(made, type) and issubclass(made, kind)
+
+
+class _Answers(dict[object, Any]):
+    """Where answers are put.
+
+    Those for who has left get lost, where LitServe 0.2.17 would fail for all clients.
+    """
+
+    def __missing__(self, uid: object) -> Any:
+        return utils.ResponseBufferItem(asyncio.Event(), deque())
 
 
 class _Submitting:
@@ -116,28 +142,34 @@ class _Submitting:
 class _Left:
     """The requests that are over, as all processes see them: the newest of many.
 
-    A request has one place, by a hash of its id, and may take that of an older one,
-    whose work would then be finished.
+    Rows, each of which forgets its oldest request. Whose work is looked at only after
+    that is finished.
     """
 
-    _PLACES: Final = 65_536
+    _ROWS: Final = 4096
+    _PLACES: Final = 16
     _SIZE: Final = 16
 
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._table = spawn.RawArray("c", self._PLACES * self._SIZE)
+        self._keys = spawn.RawArray("c", self._ROWS * self._PLACES * self._SIZE)
+        self._oldest = spawn.RawArray("B", self._ROWS)
 
     def add(self, uid: object) -> None:
-        place, key = self._find(uid)
-        self._table[place : place + self._SIZE] = key
+        key, row = self._find(uid)
+        oldest = self._oldest[row]
+        self._oldest[row] = (oldest + 1) % self._PLACES
+        start = (row * self._PLACES + oldest) * self._SIZE
+        self._keys[start : start + self._SIZE] = key
 
     def __contains__(self, uid: object) -> bool:
-        place, key = self._find(uid)
-        return bool(self._table[place : place + self._SIZE] == key)
+        key, row = self._find(uid)
+        width = self._PLACES * self._SIZE
+        return key in self._keys[row * width : (row + 1) * width]
 
-    def _find(self, uid: object) -> tuple[int, bytes]:
+    def _find(self, uid: object) -> tuple[bytes, int]:
         key = hashlib.blake2b(str(uid).encode(), digest_size=self._SIZE).digest()
-        return int.from_bytes(key[:4]) % self._PLACES * self._SIZE, key
+        return key, int.from_bytes(key[:4]) % self._ROWS
 
 
 class _Requests:
@@ -164,6 +196,11 @@ class _Requests:
     def get_nowait(self) -> Any:
         return self.get(block=False)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for by pickle, before there is a queue
+            raise AttributeError(name)
+        return getattr(self._queue, name)
+
 
 class _Work:
     """What a worker works on: a request, or a batch."""
@@ -186,7 +223,7 @@ class _EndWork(litserve.Callback):  # type: ignore[misc]
 
     def on_after_setup(self, *_: Any, lit_api: Any, **__: Any) -> None:
         loop = lit_api.loop
-        if not isinstance(loop, DefaultLoop):
+        if type(loop) not in _LOOPS:
             goes_on = "%s works on for clients that left: only LitServe's own loops "
             goes_on += "for single requests and for batches end"
             _log(logging.WARNING, goes_on, type(loop).__name__)
@@ -228,29 +265,24 @@ def _ending(predict: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.isasyncgenfunction(predict):
 
         async def ending_stream(*args: Any, **options: Any) -> AsyncIterator[Any]:
-            items = predict(*args, **options)
+            items, watching = predict(*args, **options), _cancel_when_gone()
             try:
                 async for item in items:
                     yield item
-                    if consumer_gone():
-                        return
+                    _raise_if_gone()
             finally:
+                watching.cancel()
                 await items.aclose()
 
         return functools.wraps(predict)(ending_stream)
     if inspect.iscoroutinefunction(predict):
 
         async def ending_call(*args: Any, **options: Any) -> Any:
-            work = asyncio.ensure_future(predict(*args, **options))
+            watching = _cancel_when_gone()
             try:
-                while not consumer_gone():
-                    if (await asyncio.wait({work}, timeout=_SECONDS_BETWEEN_LOOKS))[0]:
-                        break
-                else:
-                    work.cancel()
-                return await work
+                return await predict(*args, **options)
             finally:
-                work.cancel()
+                watching.cancel()
 
         return functools.wraps(predict)(ending_call)
 
@@ -261,11 +293,35 @@ def _ending(predict: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(predict)(ending)
 
 
-def _until_gone(items: Generator[Any, Any, Any]) -> Iterator[Any]:
-    try:
-        for item in items:
-            yield item
-            if consumer_gone():
-                return
-    finally:
-        items.close()
+def _until_gone(items: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    sent = None
+    with closing(items):
+        while True:
+            try:
+                item = items.send(sent)
+            except StopIteration as end:
+                return end.value
+            sent = yield item
+            _raise_if_gone()
+
+
+def _raise_if_gone() -> None:
+    """Raise what LitServe answers and does not log.
+
+    Where the items just ended, ``encode_response`` would take them for all there are.
+    """
+    if consumer_gone():
+        raise HTTPException(CLIENT_CLOSED_REQUEST)
+
+
+def _cancel_when_gone() -> asyncio.Task[None]:
+    """Return a task that cancels this one, whose own context *predict* may change."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def watch() -> None:
+        while not consumer_gone():  # noqa: ASYNC110 - no other process sets an event
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        task.cancel()
+
+    return asyncio.create_task(watch())

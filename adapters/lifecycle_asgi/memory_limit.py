@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -134,8 +135,8 @@ def announce(budget: int, *, shared: str | None, body: int | None = None) -> Non
 def is_worker() -> bool:
     """Whether a server has started this process as one of several.
 
-    The servers are uvicorn, hypercorn, gunicorn, vLLM, Granian and BentoML. With the
-    last two, the first of several workers does not know of the others.
+    The servers are uvicorn, hypercorn, gunicorn, vLLM, Granian, BentoML and LitServe.
+    With the last three, the first of several workers does not know of the others.
     """
     started: Any = sys.modules.get("multiprocessing.process")
     process = started and started.current_process()
@@ -149,6 +150,9 @@ def is_worker() -> bool:
     if name == "granian-worker":
         number = next(iter(getattr(process, "_args", ())), None)
         return isinstance(number, int) and number > 1
+    for each in (name, threading.current_thread().name):
+        if each.startswith("LitServer-"):
+            return each != "LitServer-0"
     bento = getattr(
         sys.modules.get("bentoml._internal.context"), "server_context", None
     )

@@ -136,11 +136,11 @@ def is_generator_function(function: object) -> bool:
 
 
 def consumer_gone() -> bool:
-    """Whether the consumer of the blocking iterator that runs here has gone.
+    """Whether the consumer of what runs here has gone.
 
-    For code of `in_thread` that takes long between two items. ``False`` where no such
-    iterator runs. Threads that it starts itself know nothing of its consumer, unless
-    they run in a copy of its context.
+    For code of `in_thread` that takes long between two items, and of adapters that tell
+    who waits. ``False`` where no such code runs. Threads that it starts itself know
+    nothing of its consumer, unless they run in a copy of its context.
     """
     running = running_consumer.get()
     return running is not None and running.gone

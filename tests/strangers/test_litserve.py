@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ class Stream(LitAPI):
 
     def encode_response(self, output):
         yield from output
+        os.write(1, b"encoded all\\n")
 
 class AsyncStream(Stream):
     async def predict(self, request):
@@ -67,6 +69,13 @@ class AsyncStream(Stream):
     async def encode_response(self, output):
         async for item in output:
             yield item
+        os.write(1, b"encoded all\\n")
+
+class AsyncPause(AsyncStream):
+    async def predict(self, request):
+        with told(request["name"]):
+            yield request["name"]
+            await asyncio.Event().wait()
 
 class AsyncWhole(LitAPI):
     async def predict(self, request):
@@ -99,9 +108,73 @@ class Chat(LitAPI):
 
 api = {api}
 """
+# What a wrapper around ``predict`` might lose.
+RETURNING = """
+from litserve import LitAPI
+
+class Returning(LitAPI):
+    def predict(self, request):
+        yield "items, "
+        return "result"
+
+    def encode_response(self, output):
+        yield (yield from output)
+
+api = Returning(stream=True)
+"""
+SETTING = """
+from contextvars import ContextVar
+from litserve import LitAPI
+
+variable = ContextVar("variable")
+
+class Setting(LitAPI):
+    async def predict(self, request):
+        variable.set("set")
+
+    async def encode_response(self, output):
+        return variable.get()
+
+api = Setting(enable_async=True)
+"""
+# Whose loop works on two requests at once, until there is a third.
+PAIRS = """
+import os
+import time
+from lifecycle import consumer_gone
+from litserve import LitAPI
+from litserve.loops import SingleLoop
+from litserve.utils import LitAPIStatus, LoopResponseType
+
+REGULAR = LoopResponseType.REGULAR
+
+class Pairs(SingleLoop):
+    def run_single_loop(self, lit_api, request_queue, transport, *_):
+        pair = []
+        while len(pair) < 2:
+            queue_id, uid, _, request = request_queue.get()
+            self.put_response(transport, queue_id, uid, (), LitAPIStatus.START, REGULAR)
+            pair.append((queue_id, uid))
+        os.write(1, b"begun pair\\n")
+        while request_queue.empty():
+            time.sleep(0.01)
+        answer = {"gone": lit_api.predict(None)}
+        for queue_id, uid in pair:
+            self.put_response(
+                transport, queue_id, uid, answer, LitAPIStatus.OK, REGULAR
+            )
+        time.sleep(600)
+
+class Asking(LitAPI):
+    def predict(self, _):
+        return consumer_gone()
+
+api = Asking(loop=Pairs())
+"""
 KINDS = {
     "stream": "Stream(stream=True)",
     "async stream": "AsyncStream(stream=True, enable_async=True)",
+    "async pause": "AsyncPause(stream=True, enable_async=True)",
     "async whole": "AsyncWhole(enable_async=True)",
     "whole": "Whole()",
     "batch": "Batch(stream=True, max_batch_size=2, batch_timeout=0.1)",
@@ -111,7 +184,12 @@ KINDS = {
 
 @contextmanager
 def serving(
-    folder: Path, api: str = DOUBLE, options: str = "", *, guarded: bool = True
+    folder: Path,
+    api: str = DOUBLE,
+    options: str = "",
+    *,
+    guarded: bool = True,
+    run: str = "",
 ) -> Iterator[Stranger]:
     """Run the file of the page, with our class or LitServe's own."""
     page = how_to("LitServe")
@@ -120,7 +198,7 @@ def serving(
     assert page.code.count(".run()") == 1
     code = page.code if guarded else page.code.replace(ours, "from litserve import *")
     code = code.replace("(api)", f"(api, {options})")
-    code = code.replace(".run()", ".run(port=int(sys.argv[1]))")
+    code = code.replace(".run()", f".run({run}port=int(sys.argv[1]))")
     (folder / page.argv[-1]).write_text(f"import sys\n{api}\n{code}")
     variables = {**page.environment, "LIFECYCLE_BYTES": str(BYTES)}
     with launched(folder, *page.argv, "PORT", **variables) as it:
@@ -168,7 +246,9 @@ def test_ends_work_of_who_has_left(tmp_path: Path, kind: str, options: str) -> N
             client = begin(server, name, kind)
             assert f"begun {name}" in server.until(f"begun {name}")
             client.leave()
-            assert f"ended {name}" in server.until(f"ended {name}")
+            said = server.until(f"ended {name}")
+            assert f"ended {name}" in said
+            assert "encoded all" not in said
 
 
 def test_begins_nothing_for_who_left_the_queue(tmp_path: Path) -> None:
@@ -206,6 +286,87 @@ def test_ends_a_batch_with_its_last_client(tmp_path: Path) -> None:
         assert "ended" in server.until("ended")
 
 
+@pytest.mark.parametrize(
+    ("api", "expected"),
+    [(RETURNING, b"items, result"), (SETTING, b'"set"')],
+    ids=["returning", "setting"],
+)
+def test_hands_on_what_predict_does(tmp_path: Path, api: str, expected: bytes) -> None:
+    """Its result, where it is a generator, and the context, where it is a coroutine."""
+    with serving(tmp_path, api) as server:
+        assert ask(server, 1).answer().read() == expected
+
+
+def test_tells_a_loop_of_the_users_own_of_no_leaver(tmp_path: Path) -> None:
+    """For all we know it works for others, too; and its queue is a whole queue."""
+    with serving(tmp_path, PAIRS) as server:
+        stays = ask(server, 1)
+        leaver = ask(server, 2)
+        assert "begun pair" in server.until("begun pair")
+        leaver.leave()
+        ask(server, 3, **CLAIMED).answer().read()  # their ends are noticed in order
+        ask(server, 4)
+        assert json.loads(stays.answer().read()) == {"gone": False}
+        assert "Pairs works on for clients that left" in "".join(server.said)
+
+
+def test_leaves_litserves_own_limit_on_bodies(tmp_path: Path) -> None:
+    """Inside of which nobody reads them before."""
+    with serving(tmp_path, options="max_payload_size=1000") as server:
+        body = json.dumps({"number": 1, "padding": "-" * 1000}).encode()
+        answer = server.post("/predict", body).answer()
+        assert (answer.status, answer.read()) == (
+            413,
+            b'{"detail":"Payload too large"}',
+        )
+
+
+def test_takes_arguments_by_position() -> None:
+    """All that there are."""
+    import litserve
+
+    from lifecycle_asgi.litserve_plugin import LitServer
+
+    parameters = inspect.signature(litserve.LitServer).parameters.values()
+    others = [each.default for each in parameters][1:]
+    server = LitServer(litserve.LitAPI(), *others)
+    assert server.timeout == 30
+
+
+def test_forgets_no_leaver_of_thousands() -> None:
+    """Many may leave at once, and a queue may be long."""
+    from lifecycle_asgi.litserve_plugin import _Left
+
+    left = _Left()
+    for uid in range(10_000):
+        left.add(uid)
+    assert [uid for uid in range(10_001) if uid not in left] == [10_000]
+
+
+def test_drops_answers_to_who_has_left() -> None:
+    """LitServe 0.2.17 would raise for them, and answer nobody after that."""
+    import litserve
+
+    from lifecycle_asgi.litserve_plugin import LitServer
+
+    server = LitServer(litserve.LitAPI())
+    queue = server.response_buffer["who has left"].response_queue
+    assert queue is not None
+    queue.append("an item")
+    assert not server.response_buffer
+
+
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_says_that_each_of_several_servers_has_the_bytes(
+    tmp_path: Path, kind: str
+) -> None:
+    """The first of them does not know of the others."""
+    api = ENDLESS.replace("{api}", KINDS["stream"])
+    run = f"num_api_servers=2, api_server_worker_type={kind!r}, "
+    with serving(tmp_path, api, run=run) as server:
+        assert "in each worker process" in server.until("in each worker process")
+
+
 @pytest.mark.slow
 def test_litserve_itself_works_on(tmp_path: Path) -> None:
     """Its only worker does not serve the next, whose client waits for three seconds."""
@@ -221,14 +382,19 @@ def test_litserve_itself_works_on(tmp_path: Path) -> None:
         assert not [line for line in server.said if "ended" in line]
 
 
+@pytest.mark.parametrize("other", ["arguments", "no start"])
 def test_refuses_a_version_that_it_does_not_know(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     """Nothing would end there: it says so instead."""
     from litserve.loops.base import LitLoop
+    from litserve.utils import LitAPIStatus
 
     from lifecycle_asgi.litserve_plugin import LitServer
 
-    monkeypatch.setattr(LitLoop, "put_response", lambda self, message: None)
+    if other == "arguments":
+        monkeypatch.setattr(LitLoop, "put_response", lambda self, message: None)
+    else:  # as in 0.2.16
+        monkeypatch.delattr(LitAPIStatus, "START")
     with pytest.raises(SystemExit, match="unknown to this plug-in; install litserve"):
         LitServer(None)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -16,6 +17,7 @@ import anyio.to_thread
 
 from lifecycle import in_thread
 from lifecycle.events import Outcome
+from lifecycle.lowlevel import describe_error
 from lifecycle_asgi.asgi_types import Message, Scope
 from lifecycle_asgi.events import (
     LiveRequest,
@@ -42,6 +44,7 @@ IDS: Final = frozenset({ID, b"request-id"})
 """The same, and what Anthropic's API calls it."""
 SAFE_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 """An id that a header, a log and a terminal may have."""
+_log: Final = logging.getLogger("lifecycle")
 # Longer numbers are no lengths, and slow to read.
 _MOST_DIGITS: Final = 18
 
@@ -108,6 +111,7 @@ class RequestScope:
         "_attached",
         "_cancelled_when_gone",
         "_client_gone",
+        "_ends",
         "_live",
         "_owned",
         "_recorder",
@@ -120,6 +124,7 @@ class RequestScope:
     def __init__(self, *, cancelled_when_gone: bool = False) -> None:
         self._cancelled_when_gone = cancelled_when_gone
         self._attached: list[Attachable] = []
+        self._ends: list[Callable[[], object]] = []
         self._owned: list[Closable] = []
         self.body: AdmittedBody | None = None
         self.probe_waiting: Callable[[], int] = int
@@ -163,6 +168,28 @@ class RequestScope:
         self._attached.append(session)
         if self._client_gone or self._cancelled_when_gone:
             session.cancelled_as = "client_gone"
+
+    def when_gone(self, end: Callable[[], object]) -> None:
+        """Call *end* when the client disconnects, at once if it has already.
+
+        For work elsewhere that has to be told, by applications that notice too late.
+
+        Args:
+            end: Called in the event loop, where it must not wait. What it raises is
+                logged.
+        """
+        self._ends.append(end)
+        if self._client_gone:
+            self._call_ends()
+
+    def _call_ends(self) -> None:
+        ends, self._ends = self._ends, []
+        for end in ends:
+            try:
+                end()
+            except Exception as error:  # noqa: BLE001 - of others' code
+                failed = "ending the work of a client that left failed: %s"
+                _log.warning(failed, describe_error(error))
 
     @overload
     def own(self, source: S) -> S: ...
@@ -278,6 +305,7 @@ class RequestScope:
         self._client_gone = True
         for session in self._attached:
             session.cancelled_as = "client_gone"
+        self._call_ends()
 
     def set_recorder(self, recorder: RequestRecorder) -> None:
         """Called by the middleware: report the request to *recorder*."""

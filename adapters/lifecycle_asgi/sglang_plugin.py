@@ -19,6 +19,7 @@ from typing import Any, Final
 from lifecycle_asgi.admission import Admission, handed_off
 from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.media_profiles import server_of
+from lifecycle_asgi.request import SCOPE_KEY
 
 _SERVER: Final = "sglang.srt.entrypoints.http_server"
 # Every process of SGLang has this module, so hooks on it import nothing. Launchers of
@@ -114,6 +115,7 @@ def _install(settings: AdmissionSettings) -> Any:
 def _hand_off() -> bool:
     """Report each request that SGLang has sent to its scheduler; whether it can be."""
     manager = import_module(_MANAGER).TokenizerManager
+    _abort_at_once(manager)
     send = getattr(manager, "_send_one_request", None)
     if send is None or hasattr(send, _DONE):
         return send is not None
@@ -130,6 +132,26 @@ def _hand_off() -> bool:
     setattr(sending, _DONE, True)
     manager._send_one_request = sending  # noqa: SLF001 - all requests pass it
     return True
+
+
+def _abort_at_once(manager: Any) -> None:
+    """Abort for clients that left when they leave, not when SGLang looks.
+
+    It looks every four seconds, while it waits for an answer that is not streamed.
+    """
+    answer = getattr(manager, "_stream_one_response", None)
+    if answer is None or hasattr(answer, _DONE):
+        return
+
+    @functools.wraps(answer)
+    def answering(self: Any, obj: Any, state: Any, request: Any = None) -> Any:
+        gone = getattr(request, "scope", {}).get(SCOPE_KEY)
+        if gone is not None and not getattr(obj, "background", False):
+            gone.when_gone(functools.partial(self.abort_request, obj.rid))
+        return answer(self, obj, state, request)
+
+    setattr(answering, _DONE, True)
+    manager._stream_one_response = answering  # noqa: SLF001 - of each request
 
 
 def __getattr__(name: str) -> Any:

@@ -69,6 +69,42 @@ async def test_cancels_handler_that_waits_when_client_leaves() -> None:
     assert scope["lifecycle"].client_gone
 
 
+async def test_tells_what_works_for_a_client_that_leaves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each is told once; one that fails is logged, and keeps nobody from hearing."""
+    server, told = ScriptedServer(b"body"), list[str]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request = request_of(scope)
+        request.when_gone(partial(told.append, "before"))
+        request.when_gone(lambda: 1 // 0)
+        request.when_gone(partial(told.append, "between"))
+        server.gone.set()
+        with suppress(anyio.get_cancelled_exc_class()):
+            await anyio.sleep_forever()
+        request.when_gone(partial(told.append, "after"))
+
+    await call(LifecycleMiddleware(app), server)
+    assert told == ["before", "between", "after"]
+    assert "ending the work of a client that left failed: ZeroDiv" in caplog.text
+
+
+async def test_tells_nobody_of_a_client_that_stays() -> None:
+    """Its response is complete when the connection ends."""
+    server, told = ScriptedServer(b"body"), list[str]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request_of(scope).when_gone(partial(told.append, "gone"))
+        await send(START)
+        await send(part(more=False))
+        server.gone.set()
+        await anyio.lowlevel.checkpoint()
+
+    await call(LifecycleMiddleware(app), server)
+    assert told == []
+
+
 async def test_marks_session_attached_after_the_disconnect() -> None:
     """A session attached after the disconnect is cancelled at once."""
     server, session = ScriptedServer(), Session()

@@ -30,6 +30,7 @@ from lifecycle_asgi.events import (
     RequestRecorder,
 )
 from lifecycle_asgi.request import (
+    CURRENT,
     SCOPE_KEY,
     RequestScope,
     ResponseState,
@@ -188,7 +189,7 @@ class LifecycleMiddleware:
         if scope.get("http_version", "")[:2] == "1.":
             channel.request.transport = partial(transport_of, receive, send)
         self._begin(scope, channel)
-        claims = owner.set(channel.claims.note)
+        claims, current = owner.set(channel.claims.note), CURRENT.set(channel.request)
         error: BaseException | None = None
         try:
             await self._run(scope, channel)
@@ -200,6 +201,7 @@ class LifecycleMiddleware:
             channel.request.end(response.status, error, named=response.id)
             del error  # a frame that refers to its own exception is a cycle
             owner.reset(claims)
+            CURRENT.reset(current)
             if self._live is not None and channel.shown is not None:
                 self._live.end(channel.shown)
         if channel.application.cancel_called and not channel.response.started:

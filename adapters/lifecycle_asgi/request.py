@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, overload
 
@@ -420,6 +421,12 @@ def declared_length(scope: Mapping[str, Any]) -> int | None:
     name, value = found[0]
     is_length = name == b"content-length" and value.isdigit()
     return int(value) if is_length and len(value) <= _MOST_DIGITS else None
+
+
+CURRENT: Final[ContextVar[RequestScope | None]] = ContextVar(
+    "lifecycle_request", default=None
+)
+"""The request that the current task works on, for hooks that have no ASGI scope."""
 
 
 def request_of(scope: Any) -> RequestScope:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from lifecycle_asgi.admission import Admission, handed_off
 from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.media_profiles import server_of
-from lifecycle_asgi.request import SCOPE_KEY
+from lifecycle_asgi.request import CURRENT
 
 _SERVER: Final = "sglang.srt.entrypoints.http_server"
 # Every process of SGLang has this module, so hooks on it import nothing. Launchers of
@@ -115,43 +115,29 @@ def _install(settings: AdmissionSettings) -> Any:
 def _hand_off() -> bool:
     """Report each request that SGLang has sent to its scheduler; whether it can be."""
     manager = import_module(_MANAGER).TokenizerManager
-    _abort_at_once(manager)
     send = getattr(manager, "_send_one_request", None)
     if send is None or hasattr(send, _DONE):
         return send is not None
 
     @functools.wraps(send)
     async def sending(self: Any, tokenized: Any, *args: Any, **options: Any) -> Any:
-        last = _is_last(self, tokenized)
+        state = getattr(self, "rid_to_state", {}).get(getattr(tokenized, "rid", None))
+        asked = getattr(state, "obj", None)
         size = _feature_bytes(tokenized)  # before they move to shared memory
         sent = await send(self, tokenized, *args, **options)
-        if last:
+        request = CURRENT.get()
+        # SGLang itself looks every four seconds, while an answer is not streamed. Who
+        # asked in the background may leave.
+        if request is not None and not getattr(asked, "background", False):
+            request.when_gone(lambda: self.abort_request(tokenized.rid))
+        # The parts of a batch are sent one after the other, and end with the response.
+        if getattr(asked, "is_single", False):
             handed_off(tensor_bytes=size)
         return sent
 
     setattr(sending, _DONE, True)
     manager._send_one_request = sending  # noqa: SLF001 - all requests pass it
     return True
-
-
-def _abort_at_once(manager: Any) -> None:
-    """Abort for clients that left when they leave, not when SGLang looks.
-
-    It looks every four seconds, while it waits for an answer that is not streamed.
-    """
-    answer = getattr(manager, "_stream_one_response", None)
-    if answer is None or hasattr(answer, _DONE):
-        return
-
-    @functools.wraps(answer)
-    def answering(self: Any, obj: Any, state: Any, request: Any = None) -> Any:
-        gone = getattr(request, "scope", {}).get(SCOPE_KEY)
-        if gone is not None and not getattr(obj, "background", False):
-            gone.when_gone(functools.partial(self.abort_request, obj.rid))
-        return answer(self, obj, state, request)
-
-    setattr(answering, _DONE, True)
-    manager._stream_one_response = answering  # noqa: SLF001 - of each request
 
 
 def __getattr__(name: str) -> Any:
@@ -164,15 +150,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _hand_off()
     return _install(AdmissionSettings.from_environment(os.environ))
-
-
-def _is_last(manager: Any, tokenized: Any) -> bool:
-    """Whether nothing of the HTTP request is left to prepare.
-
-    The parts of a batch are sent one after the other. They end with the response.
-    """
-    state = getattr(manager, "rid_to_state", {}).get(getattr(tokenized, "rid", None))
-    return bool(getattr(getattr(state, "obj", None), "is_single", False))
 
 
 def _feature_bytes(tokenized: Any) -> int | None:

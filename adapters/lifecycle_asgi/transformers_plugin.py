@@ -13,13 +13,12 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable
-from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, Final
 
 from lifecycle_asgi.admission import Admission
-from lifecycle_asgi.asgi_types import App, Receive, Scope, Send
-from lifecycle_asgi.request import request_of
+from lifecycle_asgi.asgi_types import App
+from lifecycle_asgi.request import CURRENT
 
 _BATCHES: Final = "transformers.generation.continuous_batching.continuous_api"
 _DONE: Final = "lifecycle_ends"
@@ -28,10 +27,6 @@ _REMEDY: Final = (
     "`lifecycle proxy`"
 )
 _log: Final = logging.getLogger("lifecycle").log
-# What ends the generation of the current request.
-_ENDS: Final[ContextVar[list[Callable[[], object]] | None]] = ContextVar(
-    "lifecycle_transformers", default=None
-)
 
 
 def register() -> None:
@@ -78,38 +73,17 @@ def register() -> None:
 
 def _around(build: Callable[..., App]) -> Callable[..., Admission]:
     def build_server(*args: Any, **options: Any) -> Admission:
-        return Admission(_ending(build(*args, **options)))
+        return Admission(build(*args, **options))
 
     return build_server
 
 
-def _ending(app: App) -> App:
-    """Return *app*, which ends what it generates for a client that has left."""
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        ends: list[Callable[[], object]] = []
-        token = _ENDS.set(ends)
-        try:
-            await app(scope, receive, send)
-        finally:
-            _ENDS.reset(token)
-            # Not without need: a batch knows requests by an id that clients may choose.
-            if request_of(scope).client_gone:
-                for end in ends:
-                    end()
-
-    return call
-
-
 def _submitting(submit: Callable[..., Any]) -> Callable[..., Any]:
     def async_submit(self: Any, work: Any, *args: Any, **options: Any) -> Any:
-        if (ends := _ENDS.get()) is None:
+        if (request := CURRENT.get()) is None:
             return submit(self, work, *args, **options)
         left = threading.Event()
-        ends.append(left.set)
+        request.when_gone(left.set)
         if "stopping_criteria" in inspect.signature(work).parameters:
             given = options.get("stopping_criteria") or ()
             options["stopping_criteria"] = [*given, functools.partial(_stop, left)]
@@ -138,8 +112,8 @@ def _stop(left: threading.Event, ids: Any, *_: Any, **__: Any) -> Any:
 def _streaming(init: Callable[..., None]) -> Callable[..., None]:
     def begin(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
-        if (ends := _ENDS.get()) is not None:
-            ends.append(self.cancel)
+        if (request := CURRENT.get()) is not None:
+            request.when_gone(self.cancel)
 
     return begin
 
@@ -147,8 +121,8 @@ def _streaming(init: Callable[..., None]) -> Callable[..., None]:
 def _adding(add: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, *args: Any, **options: Any) -> Any:
         added = add(self, *args, **options)
-        if added is not None and (ends := _ENDS.get()) is not None:
-            ends.append(functools.partial(self.cancel_request, added))
+        if added is not None and (request := CURRENT.get()) is not None:
+            request.when_gone(functools.partial(self.cancel_request, added))
         return added
 
     return add_request

@@ -289,7 +289,8 @@ def check(name: str, more: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), other)
         argv = ("sh", "-c", " ".join(command.split()))
-        with launched(Path(folder), *argv, **environment) as server:
+        # Those that answer one client at a time take a quarter of an hour.
+        with launched(Path(folder), *argv, seconds=3600, **environment) as server:
             said = server.until(*STARTED)
             if not any(text in said for text in STARTED):
                 sys.exit(said)

@@ -109,13 +109,16 @@ def install_plugin(folder: Path, module: ModuleType, group: str) -> None:
 
 
 @contextmanager
-def launched(folder: Path, *argv: str, **environment: str) -> Iterator[Stranger]:
+def launched(
+    folder: Path, *argv: str, seconds: float = SECONDS, **environment: str
+) -> Iterator[Stranger]:
     """Start a server in a folder, and end it and all its processes.
 
     Args:
         folder: Where it runs; Python imports from it, and from the kit. It may have a
             ``sitecustomize`` of the test.
         argv: The command line, in which ``PORT`` becomes a free port.
+        seconds: After these it is killed, against hanging.
         environment: Variables beside those of the tests.
     """
     startup = folder / "sitecustomize.py"
@@ -145,7 +148,7 @@ def launched(folder: Path, *argv: str, **environment: str) -> Iterator[Stranger]
             with suppress(psutil.NoSuchProcess):
                 each.kill()
 
-    guard = threading.Timer(SECONDS, end)
+    guard = threading.Timer(seconds, end)
     guard.start()
     try:
         with ExitStack() as stack:

@@ -121,7 +121,8 @@ def _hand_off() -> bool:
 
     @functools.wraps(send)
     async def sending(self: Any, tokenized: Any, *args: Any, **options: Any) -> Any:
-        state = getattr(self, "rid_to_state", {}).get(getattr(tokenized, "rid", None))
+        rid = getattr(tokenized, "rid", None)
+        state = getattr(self, "rid_to_state", {}).get(rid)
         asked = getattr(state, "obj", None)
         size = _feature_bytes(tokenized)  # before they move to shared memory
         sent = await send(self, tokenized, *args, **options)
@@ -129,7 +130,7 @@ def _hand_off() -> bool:
         # SGLang itself looks every four seconds, while an answer is not streamed. Who
         # asked in the background may leave.
         if request is not None and not getattr(asked, "background", False):
-            request.when_gone(lambda: self.abort_request(tokenized.rid))
+            request.when_gone(lambda: self.abort_request(rid))
         # The parts of a batch are sent one after the other, and end with the response.
         if getattr(asked, "is_single", False):
             handed_off(tensor_bytes=size)

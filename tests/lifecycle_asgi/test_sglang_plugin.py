@@ -13,6 +13,7 @@ import os
 import pkgutil
 import sys
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from enum import Enum
@@ -314,6 +315,37 @@ async def test_hands_off_what_the_scheduler_has(sglang: Any, single: bool) -> No
     assert (held[1] == 0) is single
     assert len(manager.sent) == (1 if single else 2)
     assert in_use() == 0
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_aborts_what_a_leaver_has_sent(sglang: Any, background: bool) -> None:
+    """Unless it is to be asked for later; and keeps nothing of it until then."""
+    load_plugins(sglang)
+    launch(sglang)
+    manager, freed, aborted = sglang.manager(), list[bool](), list[str]()
+    manager.abort_request = aborted.append
+
+    async def generate() -> dict[str, str]:
+        asked = SimpleNamespace(background=background)
+        manager.rid_to_state["1"] = SimpleNamespace(obj=asked)
+        tokenized = type("Tokenized", (), {"rid": "1"})()
+        ref = weakref.ref(tokenized)
+        await manager._send_one_request(tokenized)
+        manager.sent.clear()
+        del tokenized
+        freed.append(ref() is None)
+        server.gone.set()
+        await anyio.sleep_forever()
+        return {}
+
+    sglang.app.post("/generate")(generate)
+    server = ScriptedServer(BODY)
+    headers = [(b"content-length", str(len(BODY)).encode())]
+    with anyio.fail_after(120):
+        scope = http_scope("/generate", headers=headers)
+        await sglang.app(scope, server.receive, server.send)
+    assert freed == [True]
+    assert aborted == ([] if background else ["1"])
 
 
 async def test_leaves_requests_without_admission_alone(sglang: Any) -> None:

@@ -343,6 +343,7 @@ class RequestScope:
         """
         self._live = False
         self.body, self.transport = None, _no_transport
+        self._ends.clear()
         sessions, self._attached = self._attached, []
         recorder, self._recorder = self._recorder, None
         if recorder is None:

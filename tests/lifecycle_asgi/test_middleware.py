@@ -95,14 +95,19 @@ async def test_tells_nobody_of_a_client_that_stays() -> None:
     server, told = ScriptedServer(b"body"), list[str]()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        request_of(scope).when_gone(partial(told.append, "gone"))
+        work = Session()
+        refs.append(weakref.ref(work))
+        request_of(scope).when_gone(lambda: told.append(work.cancelled_as))
         await send(START)
         await send(part(more=False))
         server.gone.set()
         await anyio.lowlevel.checkpoint()
 
-    await call(LifecycleMiddleware(app), server)
+    refs = list[weakref.ref[Session]]()
+    scope = await call(LifecycleMiddleware(app), server)
     assert told == []
+    assert refs[0]() is None  # though servers keep the scope
+    assert not scope["lifecycle"].client_gone
 
 
 async def test_marks_session_attached_after_the_disconnect() -> None:

@@ -127,8 +127,8 @@ def _hand_off() -> bool:
         size = _feature_bytes(tokenized)  # before they move to shared memory
         sent = await send(self, tokenized, *args, **options)
         request = CURRENT.get()
-        # SGLang itself looks every four seconds, while an answer is not streamed. Who
-        # asked in the background may leave.
+        # SGLang itself looks every four seconds, while an answer is not streamed. One
+        # that is made in the background outlives its client.
         if request is not None and not getattr(asked, "background", False):
             request.when_gone(lambda: self.abort_request(rid))
         # The parts of a batch are sent one after the other, and end with the response.

@@ -127,7 +127,8 @@ def parse_json(body: bytes, parse: Parse, *, longest: int = 0) -> Any:
         return parse(body)
     strings = _LongStrings(body, parse, longest)
     # A mark outside of a string is invalid, so whatever was taken for a string is one.
-    # An error names a place, which only the whole body has: it is parsed once more.
+    # An error names a place, which only the whole body has: it is parsed once more, as
+    # is one where a long name comes again, and has a mark here but none there.
     with suppress(ValueError, RecursionError):
         return strings.restore(parse(strings.rest))
     return parse(body)
@@ -181,6 +182,8 @@ class _LongStrings:
             items = [(str(self._text(name)), each) for name, each in fields.items()]
             fields.clear()
             fields.update(items)
+            if len(fields) < len(items):
+                raise ValueError("one name has several values; the last one counts")
 
     def _text(self, marked: str) -> LongText:
         # Every second part is the number of a mark.

@@ -88,8 +88,15 @@ def documents() -> st.SearchStrategy[bytes]:
     )
 
 
+# One name, of which a part is taken for a long string or not, by where it is.
+NAME = b'"' + b"Q0" * 12 + rb"\\" * 6 + b'"'
+TEXT = b'"a' + rb"\ud83d\ude00" * 2 + b'a"'
+TWICE = b'{"a" : "a",%b : 1,%b : %b,%b : 1}' % (NAME, NAME, TEXT, NAME)
+
+
 @pytest.mark.thorough
 @PARSERS
+@example(body=TWICE, around=b"")
 @settings(max_examples=300, deadline=None)
 @given(
     body=documents(),

@@ -177,9 +177,10 @@ class RequestScope:
 
         Args:
             end: Called in the event loop, where it must not wait. What it raises is
-                logged.
+                logged. Dropped at the end of the request.
         """
-        self._ends.append(end)
+        if self._live or self._client_gone:
+            self._ends.append(end)
         if self._client_gone:
             self._call_ends()
 

@@ -51,6 +51,7 @@ class Consumer(Protocol):
 
 
 running_consumer: ContextVar[Consumer | None] = ContextVar("running", default=None)
+"""The one that `consumer_gone` asks about; set by what runs work for a consumer."""
 
 
 def give_up(held: Held) -> None:

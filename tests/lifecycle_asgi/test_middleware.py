@@ -105,8 +105,12 @@ async def test_tells_nobody_of_a_client_that_stays() -> None:
 
     refs = list[weakref.ref[Session]]()
     scope = await call(LifecycleMiddleware(app), server)
+    late = Session()
+    refs.append(weakref.ref(late))
+    scope["lifecycle"].when_gone(partial(setattr, late, "cancelled_as", "late"))
+    del late
     assert told == []
-    assert refs[0]() is None  # though servers keep the scope
+    assert [ref() for ref in refs] == [None, None]  # though servers keep the scope
     assert not scope["lifecycle"].client_gone
 
 

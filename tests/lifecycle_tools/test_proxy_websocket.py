@@ -33,6 +33,18 @@ def client(proxy, path="/v1/realtime", **options):
     return connect(url, proxy=None, open_timeout=PATIENCE, **options)
 
 
+@contextlib.asynccontextmanager
+async def connected(proxy):
+    """Yield a reader and a writer of a WebSocket whose frames the test makes."""
+    reader, writer = await proxy.connect()
+    try:
+        writer.write(handshake())
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
 async def echo(socket):
     async for message in socket:
         await socket.send(message)
@@ -621,30 +633,43 @@ async def test_answers_handshakes_that_are_none(lines, status, tmp_path):
         writer.close()
 
 
-@pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.asyncio
-async def test_keeps_little_for_many_small_frames(reads, tmp_path):
-    """Neither pieces of a message nor pings of a client that reads nothing pile up."""
-    async with server(echo) as url, running_proxy(url, tmp_path) as proxy:
-        reader, writer = await proxy.connect()
-        writer.write(handshake())
-        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
+async def test_keeps_little_of_a_message_in_small_frames(tmp_path):
+    """A message in 600,000 pieces takes its bytes, not an object for each piece."""
+    pieces = Frame(Opcode.CONT, b"xy", fin=False).serialize(mask=True) * 10_000
+    ping = Frame(Opcode.PING, b"all of it")
+    async with (
+        server(echo, max_size=None) as url,
+        running_proxy(url, tmp_path) as proxy,
+        connected(proxy) as (reader, writer),
+    ):
         before = proxy.resident()
-        if reads:
-            writer.write(Frame(Opcode.BINARY, b"", fin=False).serialize(mask=True))
-            frame = Frame(Opcode.CONT, b"x", fin=False)
-        else:
-            writer.transport.pause_reading()
-            frame = Frame(Opcode.PING, b"x" * 125)
-        frames = frame.serialize(mask=True) * 10_000
+        writer.write(Frame(Opcode.BINARY, b"", fin=False).serialize(mask=True))
         for _ in range(60):
-            writer.write(frames)
+            writer.write(pieces)
             await asyncio.wait_for(writer.drain(), PATIENCE)
-        if reads:
-            writer.write(Frame(Opcode.CONT, b"x").serialize(mask=True))
-            await asyncio.wait_for(reader.readexactly(600_001), PATIENCE)
-        assert proxy.resident() - before < 2**23
-        writer.transport.abort()
+        writer.write(ping.serialize(mask=True))
+        await asyncio.wait_for(reader.readuntil(ping.data), PATIENCE)
+        assert proxy.resident() - before < 2**24
+        writer.write(Frame(Opcode.CONT, b"xy").serialize(mask=True))
+        await asyncio.wait_for(reader.readexactly(1_200_002), PATIENCE)
+
+
+@pytest.mark.asyncio
+async def test_keeps_little_for_pings_of_a_client_that_reads_nothing(tmp_path):
+    """Its pings do not pile up as pongs."""
+    pings = Frame(Opcode.PING, b"x" * 125).serialize(mask=True) * 10_000
+    async with (
+        server(echo) as url,
+        running_proxy(url, tmp_path) as proxy,
+        connected(proxy) as (_, writer),
+    ):
+        before = proxy.resident()
+        writer.transport.pause_reading()
+        for _ in range(60):
+            writer.write(pings)
+            await asyncio.wait_for(writer.drain(), PATIENCE)
+        assert proxy.resident() - before < 2**24
 
 
 @pytest.mark.asyncio

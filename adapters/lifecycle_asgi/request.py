@@ -490,7 +490,11 @@ class PrefetchedIterator(Generic[T]):
             await close()
         while self._unbegun:  # no thread will take it any more
             close = self._unbegun.pop().close
-            await anyio.to_thread.run_sync(close, abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(
+                close,
+                abandon_on_cancel=True,
+                limiter=anyio.CapacityLimiter(1),  # all threads may be at work
+            )
 
 
 async def close_all(sources: list[Any], grace: float) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from typing import Any, Final, Generic, Self, TypeVar, cast
+from math import inf
+from typing import Any, Final, cast
 
 import anyio
-import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
@@ -26,7 +26,7 @@ from lifecycle_asgi.endpoint import ConnectionWatch
 from lifecycle_asgi.limits import BodyLimit
 from lifecycle_asgi.middleware import CLIENT_CLOSED_REQUEST, LifecycleMiddleware
 from lifecycle_asgi.refusals import describe, refusal_response
-from lifecycle_asgi.request import request_of
+from lifecycle_asgi.request import asynchronous, request_of
 
 __all__ = (
     "ManagedResponse",
@@ -37,8 +37,6 @@ __all__ = (
     "refusal_handler",
 )
 
-T = TypeVar("T")
-_END: Final = object()
 _CLOSE_SECONDS: Final = 5.0  # as the middleware's `grace`
 _HANDLERS: Final = "starlette.exception_handlers"
 _REFUSED: Final = "lifecycle.refused"
@@ -211,7 +209,8 @@ class ManagedResponse(StreamingResponse):
 
     Args:
         stream: An async iterator, such as a generator or a `lifecycle.Stream`, or an
-            iterator that blocks, which runs in a thread and is closed there.
+            iterator that blocks, which runs in a thread: see `lifecycle.in_thread`. The
+            response is over when the thread has closed it, at its next item.
         gate: Admits the response before the stream is asked for anything.
         bytes: What the response costs there, in bytes.
         slots: What it costs there, in slots.
@@ -232,8 +231,9 @@ class ManagedResponse(StreamingResponse):
         slots: int | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(stream, Iterator):
-            stream = _ThreadIterator(stream)
+        # A thread may work on for a client that has left, and uses its lease meanwhile.
+        self._grace = inf if isinstance(stream, Iterator) else _CLOSE_SECONDS
+        stream = asynchronous(stream)
         if not hasattr(stream, "__anext__"):
             kind = type(stream).__name__
             raise TypeError(f"ManagedResponse takes an iterator, not {kind}")
@@ -259,7 +259,7 @@ class ManagedResponse(StreamingResponse):
                 # One lease at a time: the handler has taken the body.
                 request.release_body()
                 stack.enter_context(await self._gate.admit(**self._costs))
-            stack.push_async_callback(_close, source)
+            stack.push_async_callback(_close, source, self._grace)
             self.body_iterator = await request.begin(source)
             await super().__call__(scope, receive, send)
 
@@ -309,32 +309,11 @@ class ResumableStreams(resume.ResumableStreams):
         return cast("ResumableResponse", super().resume(last_event_id, owner=owner))
 
 
-async def _close(source: Any) -> None:
+async def _close(source: Any, grace: float) -> None:
     close = getattr(source, "aclose", None)
     if close is not None:
-        with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
+        with anyio.CancelScope(deadline=anyio.current_time() + grace, shield=True):
             await close()
-
-
-class _ThreadIterator(Generic[T]):
-    """A blocking iterator as an async one; each item is made in a thread."""
-
-    def __init__(self, source: Iterator[T]) -> None:
-        self._source = source
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> T:
-        item: Any = await anyio.to_thread.run_sync(next, self._source, _END)
-        if item is _END:
-            raise StopAsyncIteration
-        return item  # type: ignore[no-any-return]
-
-    async def aclose(self) -> None:
-        close = getattr(self._source, "close", None)
-        if close is not None:
-            await anyio.to_thread.run_sync(close)
 
 
 class _RefusedResponse:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -17,9 +18,9 @@ from asgi_kit import ScriptedServer, http_scope, serving
 from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
 
-from lifecycle import Gate, SessionRegistry, in_thread, managed, scrub
+from lifecycle import Gate, SessionRegistry, consumer_gone, in_thread, managed, scrub
 from lifecycle_asgi import LifecycleMiddleware, RequestScope, request_of
-from lifecycle_asgi.starlette import ResumableStreams
+from lifecycle_asgi.starlette import ManagedResponse, ResumableStreams
 
 pytestmark = pytest.mark.asyncio
 CLIENTS = 16
@@ -189,35 +190,27 @@ class Rows:
         self.closed_in.append(threading.get_ident())
 
 
-async def own(scope: Any, rows: Rows) -> Any:
-    """Of the request, and never iterated."""
-    request_of(scope).own(rows)
-    await asyncio.sleep(3600)
-
-
-async def begin(scope: Any, rows: Rows) -> Any:
-    """Waits for a thread to read its first item."""
-    return await request_of(scope).begin(rows)
-
-
-@pytest.mark.parametrize("way", ["own", "begin", "resume"])
+@pytest.mark.parametrize("way", ["own", "begin", "resume", "respond"])
 async def test_closes_a_blocking_iterator_that_never_began(way: str) -> None:
     """Where its client leaves before a thread is free for it; in a thread, and once."""
     rows, server, sessions = Rows(), ScriptedServer(), SessionRegistry()
     streams, limiter = ResumableStreams(sessions), current_default_thread_limiter()
-    tokens = limiter.total_tokens
+    gate, tokens = Gate(slots=1), limiter.total_tokens
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        try:
-            if way == "resume":
-                await streams.start(rows)(scope, receive, send)
-            else:
-                await {"own": own, "begin": begin}[way](scope, rows)
-        finally:
-            limiter.total_tokens = tokens
+        if way == "resume":
+            await streams.start(rows)(scope, receive, send)
+        elif way == "respond":
+            await ManagedResponse(rows, gate=gate, slots=1)(scope, receive, send)
+        elif way == "begin":
+            await request_of(scope).begin(rows)
+        else:
+            request_of(scope).own(rows)
+            await asyncio.sleep(3600)
 
     async def leave() -> None:
         await until(lambda: way == "own" or limiter.statistics().tasks_waiting > 0)
+        assert gate.statistics().slots_in_use == (way == "respond")
         server.gone.set()
 
     limiter.total_tokens = 0
@@ -228,11 +221,56 @@ async def test_closes_a_blocking_iterator_that_never_began(way: str) -> None:
             await guarded(http_scope(), server.receive, server.send)
             await leaving
             await until(lambda: rows.closed_in)
+            await until(lambda: not gate.statistics().slots_in_use)
     finally:
         limiter.total_tokens = tokens
     assert rows.read_in == []
     assert len(rows.closed_in) == 1
     assert rows.closed_in != [threading.get_ident()]
+
+
+class Work:
+    """A blocking generator that works for long between two items."""
+
+    def __init__(self) -> None:
+        self.ran_in: list[int] = []
+        self.noticed, self.go_on = threading.Event(), threading.Event()
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.ran_in.append(threading.get_ident())
+        try:
+            yield b"event\n" * 3
+            while not consumer_gone():
+                time.sleep(0.001)
+            self.noticed.set()
+            self.go_on.wait(PATIENCE)
+            yield b"for nobody"
+        finally:
+            self.ran_in.append(threading.get_ident())
+
+
+async def test_keeps_the_lease_of_a_response_while_its_thread_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread hears of a client that leaves; its end gives the lease back."""
+    monkeypatch.setattr("lifecycle_asgi.starlette._CLOSE_SECONDS", 0.01)
+    work, gate, app = Work(), Gate(bytes=10), FastAPI()
+
+    @app.get("/")
+    async def events() -> Any:
+        return ManagedResponse(iter(work), gate=gate, bytes=4)
+
+    guarded = LifecycleMiddleware(app, grace=0.01)
+    async with asyncio.timeout(PATIENCE), serving(guarded) as port:
+        await hang_up(port)
+        await until(work.noticed.is_set)
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+            assert gate.statistics().bytes_in_use == 4
+        work.go_on.set()
+        await until(lambda: not gate.statistics().bytes_in_use)
+    first, last = work.ran_in
+    assert first == last != threading.get_ident()
 
 
 async def test_closes_a_blocking_iterator_that_began_in_its_thread() -> None:

@@ -33,6 +33,8 @@ _OF_THE_WORKER = (
     *("graphs", "buckets", "speculative", "draft_tokens"),
 )
 _MAX_ARENA = 2 * 2**30
+# Of the simulated model, as of Qwen2-VL: 1,280 tokens of 28 x 28 pixels.
+_SIM_PIXELS = 1280 * 28**2
 # Pages of the arena that nothing uses are kept for this long, or twice as long.
 _ARENA_IDLE = 2.5
 
@@ -271,7 +273,7 @@ def make_processor(
     if folder is None:
         from lifecycle_engine.sim import SimProcessor
 
-        return SimProcessor(empty=empty)
+        return SimProcessor(tensor_pixels=_SIM_PIXELS, empty=empty)
     with _served(folder):  # importing may fail, too, as where a library is damaged
         from lifecycle_engine._compat import hf
         from lifecycle_engine.processing.chat_processor import ChatProcessor

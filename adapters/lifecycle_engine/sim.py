@@ -7,6 +7,7 @@ text.
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from lifecycle_asgi import MediaProfile
 from lifecycle_engine.core.model_runner import Emitted, Prompt
 from lifecycle_engine.core.slots import ImageSpan, PrefixContents
 from lifecycle_engine.multimodal import decode
@@ -205,14 +207,21 @@ class SimProcessor:
     copies = 0  # pixels are converted strip by strip, without a copy of the image
 
     def __init__(
-        self, *, max_pixels: int = 40_000_000, empty: Empty | None = None
+        self,
+        *,
+        max_pixels: int = 40_000_000,
+        tensor_pixels: int | None = None,
+        empty: Empty | None = None,
     ) -> None:
         """Make a processor.
 
         Args:
             max_pixels: Images with more pixels are rejected.
+            tensor_pixels: Images with more pixels are scaled down to them, as
+                vision-language models do; ``None`` scales none.
             empty: Allocates the pixel buffers; ``None`` uses ordinary memory.
         """
+        self.media = MediaProfile(tensor_pixels=tensor_pixels)
         self._max_pixels = max_pixels
         self._empty = empty or np.empty
 
@@ -245,7 +254,7 @@ class SimProcessor:
 
     def _pixels(self, encoded: list[bytes]) -> np.ndarray:
         sizes = [
-            decode.size(data, at, max_pixels=self._max_pixels)
+            self._scaled(decode.size(data, at, max_pixels=self._max_pixels))
             for at, data in enumerate(encoded, 1)
         ]
         pixels = sum(w * h for w, h in sizes)
@@ -253,11 +262,21 @@ class SimProcessor:
         row = 0
         for at, data in enumerate(encoded, 1):
             image = decode.decode(data, at, max_pixels=self._max_pixels)
+            if (size := self._scaled(image.size)) != image.size:
+                image = image.resize(size, reducing_gap=2.0)
             count = image.width * image.height
             rows: Any = _PixelWriter(buffer[row : row + count])
             image.save(rows, "PPM")
             row += count
         return buffer
+
+    def _scaled(self, size: tuple[int, int]) -> tuple[int, int]:
+        most, (width, height) = self.media.tensor_pixels, size
+        if most is None or width * height <= most:
+            return size
+        factor = math.sqrt(most / (width * height))
+        width, height = (min(max(1, int(side * factor)), most) for side in size)
+        return width, height
 
 
 class _PixelWriter:

@@ -159,7 +159,7 @@ def test_turns_request_into_chat() -> None:
     ask |= {"max_tokens": 9, "temperature": 0, "seed": 5, "ignore_eos": True}
     incoming = INTAKE.parse(json.dumps(ask).encode())
     assert incoming.images == 1
-    assert incoming.estimate.total == len(image) + 32 * 24 * 39
+    assert estimate_memory(incoming.image_sizes).total == len(image) + 32 * 24 * 39
     assert incoming.chat.nbytes == len(image)
     assert "seen" not in repr(incoming)
     chat = incoming.chat.take()
@@ -180,4 +180,4 @@ def test_fills_in_defaults() -> None:
     chat = incoming.chat.take()
     assert (chat.max_tokens, chat.temperature, chat.seed) == (256, 1.0, None)
     assert not incoming.stream
-    assert incoming.estimate.total == 0
+    assert incoming.image_sizes == ()

@@ -25,7 +25,7 @@ from http_kit import (
 )
 
 from lifecycle import Gate
-from lifecycle_asgi import estimate_memory
+from lifecycle_asgi import MediaProfile, estimate_memory
 from lifecycle_engine import (
     AppSettings,
     Deadlines,
@@ -48,15 +48,22 @@ def weight(image: bytes) -> int:
     return estimate_memory([read_image_size(image, MediaLimits(), param="here")]).total
 
 
-async def test_charges_decoded_weight_before_decoding() -> None:
-    """A 70 KiB PNG of 12 megapixels is charged as 12 megapixels, before a decode (S8)."""
+@pytest.mark.parametrize(("seen", "charged"), [(None, 39), (3_000_000, 21)])
+async def test_charges_decoded_weight_before_decoding(
+    seen: int | None, charged: int
+) -> None:
+    """A 70 KiB PNG of 12 megapixels is charged as 12 megapixels, before a decode (S8).
+
+    The tensors are charged as many pixels as the model sees.
+    """
     image, processor = png(3000, 4000), GatedProcessor()
+    processor.media = MediaProfile(tensor_pixels=seen)
     assert len(image) < 70 * 1024
     async with running(processor=processor) as server:
         asking = asyncio.create_task(answer_to(server.port, body("see", image)))
         await server.until(lambda: server.service.payloads.statistics().bytes_in_use)
         held = server.service.payloads.statistics().bytes_in_use
-        assert held == weight(image) == len(image) + 12_000_000 * 39
+        assert held == len(image) + 12_000_000 * charged
         processor.release.set()
         status, _, _ = await asking
         assert status == 200

@@ -20,7 +20,14 @@ from engine_kit import COUNT, Kit, family_of, load_model, tokens_of  # noqa: E40
 from hypothesis import HealthCheck, given, settings, strategies as st  # noqa: E402
 from more_examples import TIMES  # noqa: E402
 
-from lifecycle_engine import BadChat, Prompt, Scheduler  # noqa: E402
+from lifecycle_asgi import estimate_memory  # noqa: E402
+from lifecycle_engine import (  # noqa: E402
+    BadChat,
+    MediaLimits,
+    Prompt,
+    Scheduler,
+    read_image_size,
+)
 from tiny_checkpoint import FAMILIES, Sizes  # noqa: E402
 
 SEE = {"type": "text", "text": "see"}
@@ -181,6 +188,17 @@ def test_text_model_refuses_images(
         kit.prepare("What is this?", b"no image at all")
     with pytest.raises(ValueError, match="takes no images"):
         kit.runner().check(Prompt([1], {"pixel_values": memoryview(b"")}))
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_prices_photos_by_what_the_model_sees(
+    kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str
+) -> None:
+    """The tensors of a photo take what was charged for them, or nearly."""
+    kit, photo = kits(family), picture(1600, 1200)
+    size = read_image_size(photo, MediaLimits(), param="")
+    charged = estimate_memory([size], kit.processor.media).tensors
+    assert 0.9 < kit.prepare("see", photo).nbytes / charged <= 1.0
 
 
 def test_llava_is_prepared_as_by_transformers(

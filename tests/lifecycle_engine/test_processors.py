@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from lifecycle_asgi import estimate_memory
 from lifecycle_engine import (
@@ -208,6 +208,22 @@ def test_sim_pixels_are_the_picture_twice(size: tuple[int, int]) -> None:
     assert np.array_equal(pixels, np.hstack([expected, expected]))
 
 
+@pytest.mark.parametrize(
+    ("size", "rows"), [((25, 16), 400), ((60, 45), 23 * 17), ((4000, 1), 400)]
+)
+@pytest.mark.parametrize("turned", [1, 6])
+def test_sim_scales_down_to_what_it_is_told(
+    size: tuple[int, int], rows: int, turned: int
+) -> None:
+    """Larger pictures become as many pixels, thin and turned ones too."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = turned
+    out = io.BytesIO()
+    Image.new("RGB", size, "red").save(out, "PNG", exif=exif)
+    prepared = SimProcessor(tensor_pixels=400).prepare(chat(out.getvalue()))
+    assert prepared.tensors["pixels"].tolist() == [[1, 0, 0, 1, 0, 0]] * rows
+
+
 def test_sim_pixels_are_made_in_place() -> None:
     """Beside the picture and the payload there is next to nothing meanwhile."""
     data = encoded(Image.new("RGB", (1500, 1000)), "PNG")
@@ -338,17 +354,19 @@ def test_qwen_takes_odd_sizes(
     assert (rows > columns) == (height > width)
 
 
-def test_qwen_makes_pictures_within_what_is_charged(processor: Any) -> None:
+@pytest.mark.parametrize("side", [1000, 3000])
+def test_qwen_makes_pictures_within_what_is_charged(processor: Any, side: int) -> None:
     """What a gate is asked for is more than the pixels ever take, copies included."""
-    data = encoded(Image.new("RGB", (1000, 1000)), "PNG")
+    data = encoded(Image.new("RGB", (side, side)), "PNG")
     processor.prepare(chat(data))
     tracemalloc.start()
     try:
         processor.prepare(chat(data))
-        peak = tracemalloc.get_traced_memory()[1] + _PILLOW_BYTES * 10**6
+        peak = tracemalloc.get_traced_memory()[1] + _PILLOW_BYTES * side**2
     finally:
         tracemalloc.stop()
-    weight = estimate_memory([read_image_size(data, MediaLimits(), param="")])
+    size = read_image_size(data, MediaLimits(), param="")
+    weight = estimate_memory([size], processor.media)
     assert peak <= weight.work + (1 + processor.copies) * weight.tensors
 
 
@@ -366,6 +384,20 @@ def test_qwen_scales_down_to_the_checkpoint(
     """A large photo becomes at most 24 bytes for each pixel that the model sees."""
     prepared = processor.prepare(chat(picture(1600, 1200), "see"))
     assert 0.9 < prepared.nbytes / (24 * 1280 * 28 * 28) <= 1.0
+
+
+@pytest.mark.parametrize(
+    "size", [(1300, 1100), (3001, 400), (90, 15000), (100, 20000), (64, 48)]
+)
+def test_qwen_scales_as_transformers_does(
+    processor: Any, picture: Callable[..., bytes], size: tuple[int, int]
+) -> None:
+    """Scaled first or by transformers: the same patches."""
+    image, own = Image.open(io.BytesIO(picture(*size))), processor._images._images
+    made = processor._images.tensors(image, 1)
+    expected = own(images=[image], return_tensors="np")
+    for name in ("pixel_values", "image_grid_thw"):
+        np.testing.assert_array_equal(made[name], expected[name])
 
 
 def test_qwen_decodes_no_more_images_than_fit_a_prompt(

@@ -15,8 +15,6 @@ from lifecycle import Payload
 from lifecycle_asgi import (
     ClientIdentity,
     ImageSize,
-    MemoryEstimate,
-    estimate_memory,
     find_media,
 )
 from lifecycle_asgi.json_body import beginning_of
@@ -73,7 +71,6 @@ class ParsedRequest:
 
     Attributes:
         chat: For the processor; can be taken once.
-        estimate: Memory that its images need until hand-off.
         images: Number of images; without any, the request never waits for bytes.
         include_usage: Whether the stream ends with a usage chunk.
         echo: Fields of the request that the answer repeats.
@@ -81,7 +78,6 @@ class ParsedRequest:
     """
 
     chat: Payload[Chat] = field(repr=False)
-    estimate: MemoryEstimate
     images: int
     stream: bool
     include_usage: bool
@@ -200,7 +196,6 @@ class RequestParser:
         encoded = sum(size.encoded for size in sizes)
         return ParsedRequest(
             Payload(chat, nbytes=encoded),
-            estimate_memory(sizes) if sizes else MemoryEstimate(),
             len(images),
             bool(request.stream),
             bool(options and options.include_usage),

@@ -13,6 +13,7 @@ import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 from PIL import Image
 
+from lifecycle_asgi import MediaProfile
 from lifecycle_engine._compat import (
     config_of,
     generation_options,
@@ -168,6 +169,7 @@ class ChatProcessor:
             )
         self._template = ChatTemplate(folder, self._tokenizer)
         self._images = image_preprocessor_for(folder)
+        self.media = MediaProfile() if self._images is None else self._images.media
         self._max_pixels = max_pixels
         self._empty: Empty | None = None
         self._pad: int | None = None

@@ -16,16 +16,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from lifecycle_asgi import MediaProfile
 from lifecycle_engine._compat import config_of, hf, readable_errors
 from lifecycle_engine.errors import BadImage
 
 # Tokens that a vision tower puts in front of the patches.
 _PREFIX_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+_SQUARE_BYTES = 12  # of a pixel: three colours in float32
+# Of a pixel: RGB and what it is converted from, or coefficients of a progressive JPEG.
+_DECODED_BYTES = 10
 IMAGE_TENSORS = ("pixel_values", "image_grid_thw")
 
 
@@ -189,6 +194,7 @@ def _check_pixels(shape: VisionShape, view: memoryview, grids: list[list[int]]) 
 
 # The image processor of the Qwen models refuses more, and late.
 _MAX_ASPECT = 200
+_QWEN = "models.qwen2_vl.image_processing_pil_qwen2_vl"
 _PIL = {
     "CLIPImageProcessor": ("models.clip.image_processing_pil_clip", "CLIP"),
     "SiglipImageProcessor": ("models.siglip.image_processing_pil_siglip", "Siglip"),
@@ -202,9 +208,11 @@ class ImagePreprocessor(Protocol):
     Attributes:
         token: The control token of an image in the output of the chat template, and
             of each of its tokens in the prompt.
+        media: What images need by their pixels.
     """
 
     token: str
+    media: MediaProfile
 
     def tensors(self, image: Any, position: int) -> dict[str, np.ndarray]:
         """Return the tensors of one RGB image; `BadImage` if it is not supported.
@@ -223,10 +231,15 @@ class GridPreprocessor:
     """Qwen: images of any size, scaled to the checkpoint's limits; patches and grid."""
 
     def __init__(self, checkpoint: Path, config: Any) -> None:
-        self._images: Any = hf(
-            "Qwen2VLImageProcessorPil", "models.qwen2_vl.image_processing_pil_qwen2_vl"
-        ).from_pretrained(str(checkpoint), local_files_only=True)
+        self._images: Any = hf("Qwen2VLImageProcessorPil", _QWEN).from_pretrained(
+            str(checkpoint), local_files_only=True
+        )
         self.token = "<|image_pad|>"
+        # Of these processors, the longest "edge" is an area.
+        most = self._images.size.longest_edge if self._images.do_resize else None
+        self.media = MediaProfile(
+            work_bytes_per_pixel=_DECODED_BYTES, tensor_pixels=most
+        )
         vision = config.vision_config
         self._merge = vision.spatial_merge_size**2
         self._shape = VisionShape.of(config)
@@ -250,8 +263,27 @@ class GridPreprocessor:
                 f"image {position} has {width} x {height} pixels; the longer side may "
                 f"be {_MAX_ASPECT} times the shorter one: crop it"
             )
-        output = self._images(images=[image], return_tensors="np")
+        output = self._images(images=[self._scaled(image)], return_tensors="np")
         return {name: output[name] for name in ("pixel_values", "image_grid_thw")}
+
+    def _scaled(self, image: Any) -> Any:
+        """Scale a large image as transformers does, which copies all its pixels twice.
+
+        But not one that transformers would then scale again.
+        """
+        size, (width, height) = self._images.size, image.size
+        if not self._images.do_resize or width * height <= size.longest_edge:
+            return image
+        scaled = partial(
+            hf("smart_resize", _QWEN),
+            factor=self._images.patch_size * self._images.merge_size,
+            min_pixels=size.shortest_edge,
+            max_pixels=size.longest_edge,
+        )
+        sides = height, width = scaled(height, width)
+        if max(sides) > _MAX_ASPECT * min(sides) or scaled(*sides) != sides:
+            return image
+        return image.resize((width, height), self._images.resample)
 
     def counts(self, tensors: Mapping[str, np.ndarray]) -> list[int]:
         """Return the number of merged patches of each grid."""
@@ -280,6 +312,9 @@ class SquarePreprocessor:
         self._side = config.vision_config.image_size
         self._pad = config.image_token_id
         self.token = "<image>"
+        self.media = MediaProfile(
+            tensor_bytes_per_pixel=_SQUARE_BYTES, tensor_pixels=self._side**2
+        )
 
     def tensors(self, image: Any, position: int) -> dict[str, np.ndarray]:
         """Scale and crop one image."""

@@ -23,6 +23,7 @@ from lifecycle_engine.errors import BadChat, BadImage
 if TYPE_CHECKING:
     import numpy as np
 
+    from lifecycle_asgi import MediaProfile
     from lifecycle_zmq import ZmqEngine
 
 
@@ -337,9 +338,11 @@ class Processor(Protocol):
     Attributes:
         copies: Maximum number of temporary copies of the tensors while they are
             created; they are admitted, too.
+        media: What images need by their pixels, tensors and all.
     """
 
     copies: int
+    media: MediaProfile
 
     def prepare(self, chat: Chat) -> Prepared:
         """Build the prompt and the payload of a chat; runs in a worker thread.

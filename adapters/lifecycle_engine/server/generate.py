@@ -14,7 +14,12 @@ import anyio.to_thread
 from starlette.requests import ClientDisconnect, Request
 
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
-from lifecycle_asgi import MemoryEstimate, RequestScope, request_of
+from lifecycle_asgi import (
+    MemoryEstimate,
+    RequestScope,
+    estimate_memory,
+    request_of,
+)
 from lifecycle_asgi.admission import AdmittedRequest, admitted_request
 from lifecycle_asgi.events import request_outcome
 from lifecycle_engine.api.base import (
@@ -204,9 +209,10 @@ class GenerateEndpoint:
         The copies are a guess, so a request for which there is only room without them
         is not refused, but preprocessed alone.
         """
-        choices, copies = parsed.choices, self._service.processor.copies
-        work, tensors = parsed.estimate.work, parsed.estimate.tensors
-        return MemoryEstimate(work, (choices + copies) * tensors, copies * tensors)
+        processor, choices = self._service.processor, parsed.choices
+        found = estimate_memory(parsed.image_sizes, processor.media)
+        copies = processor.copies * found.tensors
+        return MemoryEstimate(found.work, choices * found.tensors + copies, copies)
 
     async def serve(self, scope: Any, receive: Any) -> None:
         """Answer a request that has all that it waited for.

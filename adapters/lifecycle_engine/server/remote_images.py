@@ -22,7 +22,7 @@ import h11
 from anyio.abc import ByteStream
 
 from lifecycle import Gate, Payload, Session
-from lifecycle_asgi import ImageSize, estimate_memory
+from lifecycle_asgi import ImageSize
 from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.request_body import ParsedRequest, RemoteImage
 from lifecycle_engine.multimodal.limits import (
@@ -388,7 +388,6 @@ class RemoteImages:
             content[image.part] = file
         parsed = replace(
             parsed,
-            estimate=estimate_memory(sizes),
             image_sizes=tuple(sizes),
             remote=(),
         )

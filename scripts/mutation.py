@@ -109,7 +109,15 @@ class _Count(Visitor):  # type: ignore[misc]
         return node
 
 
-class _WithoutAnnotations(ast.NodeTransformer):
+class _WithoutTypes(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        called = ast.unparse(node.func)
+        if called == "TypeVar":
+            node.keywords = []
+        elif called == "dataclass":  # slots only save memory
+            node.keywords = [it for it in node.keywords if it.arg != "slots"]
+        return self.generic_visit(node)
+
     def visit_arg(self, node: ast.arg) -> ast.AST:
         node.annotation = None
         return node
@@ -128,8 +136,8 @@ class _WithoutAnnotations(ast.NodeTransformer):
 
 
 def meaning(code: str) -> str:
-    """Return what *code* does, as text: without annotations, which are never run."""
-    return ast.dump(_WithoutAnnotations().visit(ast.parse(code)))
+    """Return what *code* does, as text: without what it says of types."""
+    return ast.dump(_WithoutTypes().visit(ast.parse(code)))
 
 
 def places(module: str) -> Iterator[tuple[str, str, int]]:

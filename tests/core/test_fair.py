@@ -128,6 +128,21 @@ async def test_counts_what_is_held_by_what_its_key_held_before() -> None:
     assert_quiescent(gate)
 
 
+async def test_counts_a_single_long_hold_as_a_quarter() -> None:
+    """One that held for long once does not have to wait for five that always do."""
+    clock = Clock()
+    gate = Gate(slots=7, order="fair", clock=clock)
+    for key, seconds in (("once", [0.1] * 40 + [10.0]), ("often", [1.0] * 40)):
+        for each in seconds:
+            with gate.try_admit(key=key):
+                clock.now += each
+    with contextlib.ExitStack() as held:
+        for key in ("once",) + ("often",) * 5:
+            held.enter_context(gate.try_admit(key=key))
+        assert await next_granted(gate, "once", "often") == "once"
+    assert_quiescent(gate)
+
+
 async def test_counts_what_a_new_key_holds_by_what_others_held_before() -> None:
     """Where all hold for a moment, it has not had more than who holds five slots."""
     clock = Clock()

@@ -78,3 +78,6 @@ async def test_warns_by_the_limits_that_there_are() -> None:
     gate.try_admit().release()
     gate.resize(slots=1)
     gate.try_admit().release()
+    gate = Gate(slots=2, bytes=10)
+    gate.resize(bytes=9)
+    gate.try_admit().release()

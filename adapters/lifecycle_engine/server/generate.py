@@ -14,12 +14,7 @@ import anyio.to_thread
 from starlette.requests import ClientDisconnect, Request
 
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
-from lifecycle_asgi import (
-    MemoryEstimate,
-    RequestScope,
-    estimate_memory,
-    request_of,
-)
+from lifecycle_asgi import MemoryEstimate, RequestScope, estimate_memory, request_of
 from lifecycle_asgi.admission import AdmittedRequest, admitted_request
 from lifecycle_asgi.events import request_outcome
 from lifecycle_engine.api.base import (

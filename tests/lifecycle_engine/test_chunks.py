@@ -53,6 +53,56 @@ def steps_until(scheduler: Scheduler, key: str) -> int:
     pytest.fail("the stream never began")
 
 
+@pytest.mark.parametrize(("seconds", "steps"), [(0.25, 1), (1.0, 4), (100.0, 8)])
+def test_long_chunks_of_one_client_take_half_of_the_time(
+    seconds: float, steps: int
+) -> None:
+    """The streams of others decode for as long, or eight steps, before the next one."""
+    clock = Clock()
+
+    class Slow(RecordingRunner):
+        def prefill(self, slot: int, prompt: Prompt, *args: int) -> Emitted | None:
+            clock.now += seconds
+            return super().prefill(slot, prompt, *args)
+
+        def decode(self, slots: Sequence[int]) -> list[Emitted]:
+            clock.now += 0.25
+            return super().decode(slots)
+
+    runner = Slow()
+    scheduler = Scheduler(runner, chunk=16, clock=clock)
+    start(scheduler, "stream", 3, max_tokens=200, client="one")
+    scheduler.step()
+    start(scheduler, "long", 16 * 4, client="other")
+    steps_until(scheduler, "long")
+    kinds = [kind for kind, *_ in runner.calls[1:]]
+    chunks = [i for i, kind in enumerate(kinds) if kind == "prefill"]
+    assert [b - a - 1 for a, b in itertools.pairwise(chunks)] == [steps] * 3
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_prompts_that_owe_nobody_wait_for_none(alone: bool) -> None:
+    """One's own streams, and prompts of a third client, are not held up."""
+    clock = Clock()
+
+    class Slow(RecordingRunner):
+        def prefill(self, *args: Any) -> Emitted | None:
+            clock.now += 1.0
+            return super().prefill(*args)
+
+    scheduler = Scheduler(Slow(), chunk=16, clock=clock)
+    start(scheduler, "stream", 3, max_tokens=200, client="one")
+    scheduler.step()
+    if alone:
+        start(scheduler, "long", 16 * 4, client="one")
+        assert steps_until(scheduler, "long") == 4
+    else:
+        start(scheduler, "long", 16 * 40, client="other")
+        scheduler.step()
+        start(scheduler, "third", 3, client="third")
+        assert steps_until(scheduler, "third") == 1
+
+
 def test_long_prompt_stalls_a_stream_by_one_chunk_a_token() -> None:
     """Between two tokens of a running stream at most one chunk is prefilled."""
     runner = RecordingRunner()

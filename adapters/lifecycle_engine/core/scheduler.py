@@ -35,6 +35,8 @@ from lifecycle_engine.errors import discard_error
 Outcome = Literal["completed", "cancelled", "failed", "ended"]
 # Of so many slots, one is kept from a client that has company.
 _RESERVE = 8
+# A client's next chunk is due after so many steps of others, however long its last was.
+_MOST_OWED = 8
 # Number of latest runs whose longest is reported.
 _RECENT = 64
 # Of the queue, as many are named to those who ask what waits.
@@ -48,7 +50,8 @@ class Scheduler:
     Each `step` decodes a token of every running request, or several where the runner
     has drafts of them, and then prefills one chunk of one prompt, or several short
     prompts that fit into one. A running stream is therefore delayed by at most one
-    chunk per token, however many and however long the prompts are.
+    chunk per token, however many and however long the prompts are; and by one client's
+    prompts for about half of the time, see `PrefillDebts`.
 
     All state changes happen between steps, on one thread, and each is complete when
     its call returns. A request is in exactly one place: queued, in prefill or in the
@@ -97,7 +100,7 @@ class Scheduler:
         self._slots = KVSlotCache(runner)
         self._together = runner if isinstance(runner, PrefillsTogether) else None
         self._waiting: RequestQueue[Task] = RequestQueue()
-        self._company = Company()
+        self._company, self._debts = Company(), PrefillDebts()
         # Dicts keep the order and remove from the middle in constant time.
         self._prefilling: dict[str, Task] = {}
         self._running: dict[str, Task] = {}
@@ -173,8 +176,8 @@ class Scheduler:
             if self._running:
                 outputs += self._decode()
             outputs += self._assign_slots()
-            if self._prefilling:
-                outputs += self._prefill(self._next_prompts())
+            if self._prefilling and (tasks := self._next_prompts()):
+                outputs += self._prefill(tasks)
         return outputs
 
     def status(self) -> dict[str, Any]:
@@ -308,11 +311,19 @@ class Scheduler:
 
         Alternately the oldest and the shortest. The oldest alone would make a short
         prompt wait for all of a long one; the shortest alone could starve a long one.
+        There may be none: those that are there owe time to the streams of others.
         """
-        prefilling = self._prefilling.values()
+        running = {task.request.client for task in self._running.values()}
+        prefilling = [
+            task
+            for task in self._prefilling.values()
+            if not self._debts.owes(task.request.client, running)
+        ]
+        if not prefilling:
+            return []
         tasks = [min(prefilling, key=lambda task: task.remaining)]
         if self._oldest_first:
-            tasks = [next(iter(prefilling))]
+            tasks = prefilling[:1]
         self._oldest_first = not self._oldest_first
         if self._together is None:
             return tasks
@@ -346,6 +357,8 @@ class Scheduler:
             )
             discard_error(error)
             return [output for task in tasks for output in self._prefill([task])]
+        clients = {task.request.client for task in tasks}
+        self._debts.prefilled(clients, self._prefills.recent[-1])
         return [
             output
             for task, chunk, output in zip(tasks, chunks, made, strict=True)
@@ -391,6 +404,7 @@ class Scheduler:
                 tokens += [len(each) for each in items if isinstance(each, list)]
         except Exception as error:  # noqa: BLE001  # fails the batch, not the engine
             return [self._fail(task, "decode_failed", error) for task in batch]
+        self._debts.decoded(self._decodes.recent[-1])
         return [
             self._advance(task, emitted)
             for task, emitted in zip(batch, items, strict=True)
@@ -434,6 +448,33 @@ class Scheduler:
         self._stats.finished["failed"] += 1
         self._release(task)
         return Output(task.key, finish=Finish("failed", code, message))
+
+
+class PrefillDebts:
+    """What clients owe to the streams of others, which waited for their prompts.
+
+    A picture may take the engine as long as a hundred tokens. A client's next chunk
+    waits until the streams of others have had as much time as its last one took. The
+    engine does as much as before, and a client that is alone owes nobody.
+    """
+
+    def __init__(self) -> None:
+        self._owed: dict[str, tuple[float, float]] = {}
+
+    def prefilled(self, clients: Iterable[str], seconds: float) -> None:
+        """Note that a chunk with prompts of *clients* took *seconds*."""
+        self._owed |= dict.fromkeys(clients, (seconds, seconds / _MOST_OWED))
+
+    def decoded(self, seconds: float) -> None:
+        """Note that a step of the running streams took *seconds*."""
+        for client, (owed, least) in list(self._owed.items()):
+            self._owed[client] = owed - max(seconds, least), least
+            if self._owed[client][0] <= 0:
+                del self._owed[client]
+
+    def owes(self, client: str, running: set[str]) -> bool:
+        """Whether *client* owes time to the streams of *running* clients."""
+        return client in self._owed and bool(running - {client})
 
 
 def choose_preemption(

@@ -60,6 +60,7 @@ class MediaProfile:
         tensor_bytes_per_pixel: Bytes of tensors for each pixel.
         tensor_pixels: Maximum pixels of one image in the tensors, if the model scales
             images down; ``None`` if it does not, or is unknown.
+        min_tensor_pixels: Minimum pixels of one image there, if it scales them up.
         image_pixels: Maximum pixels of one image; larger ones count as this, since the
             server refuses them.
         assumed_pixels: Pixels of an image whose size cannot be read from the request,
@@ -73,6 +74,7 @@ class MediaProfile:
     work_bytes_per_pixel: int = WORK_BYTES_PER_PIXEL
     tensor_bytes_per_pixel: int = TENSOR_BYTES_PER_PIXEL
     tensor_pixels: int | None = None
+    min_tensor_pixels: int = 0
     image_pixels: int = 40_000_000
     assumed_pixels: int = 40_000_000
     all_frames: bool = True
@@ -211,7 +213,10 @@ def estimate_memory(
     total = MemoryEstimate()
     for size in sizes:
         cap = profile.tensor_pixels
-        in_tensors = size.pixels if cap is None else min(size.pixels, cap * size.frames)
+        least = profile.min_tensor_pixels * (size.frames if profile.all_frames else 1)
+        in_tensors = max(size.pixels, least)
+        if cap is not None:
+            in_tensors = min(in_tensors, cap * size.frames)
         tensors = profile.tensor_bytes_per_pixel * in_tensors
         total += MemoryEstimate(
             size.encoded + size.decoder + profile.work_bytes_per_pixel * size.pixels,

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import io
+import json
 import random
+import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,14 @@ from more_examples import TIMES  # noqa: E402
 from lifecycle_asgi import estimate_memory  # noqa: E402
 from lifecycle_engine import (  # noqa: E402
     BadChat,
+    BadImage,
     MediaLimits,
     Prompt,
     Scheduler,
     read_image_size,
+)
+from lifecycle_engine.processing.image_processor import (  # noqa: E402
+    image_preprocessor_for,
 )
 from tiny_checkpoint import FAMILIES, Sizes  # noqa: E402
 
@@ -199,6 +206,59 @@ def test_prices_photos_by_what_the_model_sees(
     size = read_image_size(photo, MediaLimits(), param="")
     charged = estimate_memory([size], kit.processor.media).tensors
     assert 0.9 < kit.prepare("see", photo).nbytes / charged <= 1.0
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+@pytest.mark.parametrize("size", [(2, 2), (31, 45)])
+def test_prices_icons_by_what_the_model_scales_them_to(
+    kits: Callable[[str], Kit],
+    picture: Callable[..., bytes],
+    family: str,
+    size: tuple[int, int],
+) -> None:
+    """The tensors of many tiny pictures take no more than was charged for them."""
+    kit, icon = kits(family), picture(*size)
+    sizes = [read_image_size(icon, MediaLimits(), param="")] * 4
+    charged = estimate_memory(sizes, kit.processor.media).tensors
+    assert kit.prepare("see", *[icon] * 4).nbytes <= charged
+
+
+@pytest.mark.parametrize("size", [(4, 720), (1100, 6), (199, 30), (150, 29), (33, 40)])
+def test_llava_scales_no_more_of_a_thin_picture_than_it_sees(
+    kits: Callable[[str], Kit], picture: Callable[..., bytes], size: tuple[int, int]
+) -> None:
+    """The middle is that of transformers, which scales all of it up first."""
+    images: Any = kits("llava").processor._images
+    image = Image.open(io.BytesIO(picture(*size)))
+    expected = images._images(images=[image], return_tensors="np")["pixel_values"]
+    tracemalloc.start()
+    try:
+        made = images.tensors(image, 1)["pixel_values"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_allclose(made, expected, atol=0.1)  # of rounding: a few shades
+    assert peak < 6 * made.nbytes
+
+
+def test_llava_refuses_what_is_too_thin(
+    kits: Callable[[str], Kit], tmp_path: Path
+) -> None:
+    """Also where it would be padded to a square."""
+    folder = tmp_path / "copy"
+    shutil.copytree(kits("llava").folder, folder)
+    line, banner = (Image.new("RGB", (side, 50)) for side in (10_050, 7000))
+    images: Any = image_preprocessor_for(folder)
+    with pytest.raises(BadImage, match="200 times the shorter one: crop it"):
+        images.tensors(line, 1)
+    assert len(images.tensors(banner, 1)["pixel_values"]) == 1
+    path = folder / "preprocessor_config.json"
+    options = json.loads(path.read_text())
+    options |= {"image_processor_type": "LlavaImageProcessor", "do_pad": True}
+    path.write_text(json.dumps(options))
+    padding: Any = image_preprocessor_for(folder)
+    with pytest.raises(BadImage, match="padded to 7000 x 7000 pixels"):
+        padding.tensors(banner, 1)
 
 
 def test_llava_is_prepared_as_by_transformers(

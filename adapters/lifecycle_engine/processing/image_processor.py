@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -194,12 +193,23 @@ def _check_pixels(shape: VisionShape, view: memoryview, grids: list[list[int]]) 
 
 # The image processor of the Qwen models refuses more, and late.
 _MAX_ASPECT = 200
+# Of a thin image: the one that is cut out of it, and what filters see around that.
+_SQUARES = 4
 _QWEN = "models.qwen2_vl.image_processing_pil_qwen2_vl"
 _PIL = {
     "CLIPImageProcessor": ("models.clip.image_processing_pil_clip", "CLIP"),
     "SiglipImageProcessor": ("models.siglip.image_processing_pil_siglip", "Siglip"),
     "LlavaImageProcessor": ("models.llava.image_processing_pil_llava", "Llava"),
 }
+
+
+def _check_aspect(image: Any, position: int) -> None:
+    width, height = image.size
+    if max(width, height) > _MAX_ASPECT * min(width, height):
+        raise BadImage(
+            f"image {position} has {width} x {height} pixels; the longer side may "
+            f"be {_MAX_ASPECT} times the shorter one: crop it"
+        )
 
 
 class ImagePreprocessor(Protocol):
@@ -235,10 +245,18 @@ class GridPreprocessor:
             str(checkpoint), local_files_only=True
         )
         self.token = "<|image_pad|>"
-        # Of these processors, the longest "edge" is an area.
-        most = self._images.size.longest_edge if self._images.do_resize else None
+        # Of these processors, the longest and the shortest "edge" are areas.
+        least, most = 0, None
+        if self._images.do_resize:
+            # Both sides are rounded up, each to whole tokens.
+            side = math.sqrt(self._images.size.shortest_edge) + self._token_side()
+            least = math.ceil(side**2)
+            most = max(least, self._images.size.longest_edge)
         self.media = MediaProfile(
-            work_bytes_per_pixel=_DECODED_BYTES, tensor_pixels=most
+            work_bytes_per_pixel=_DECODED_BYTES,
+            tensor_pixels=most,
+            min_tensor_pixels=least,
+            all_frames=False,
         )
         vision = config.vision_config
         self._merge = vision.spatial_merge_size**2
@@ -257,33 +275,25 @@ class GridPreprocessor:
 
     def tensors(self, image: Any, position: int) -> dict[str, np.ndarray]:
         """Cut one image into patches."""
-        width, height = image.size
-        if max(width, height) > _MAX_ASPECT * min(width, height):
-            raise BadImage(
-                f"image {position} has {width} x {height} pixels; the longer side may "
-                f"be {_MAX_ASPECT} times the shorter one: crop it"
-            )
-        output = self._images(images=[self._scaled(image)], return_tensors="np")
+        _check_aspect(image, position)
+        if self._images.do_resize:
+            image = image.resize(self._scaled(image.size), self._images.resample)
+        output = self._images(images=[image], do_resize=False, return_tensors="np")
         return {name: output[name] for name in ("pixel_values", "image_grid_thw")}
 
-    def _scaled(self, image: Any) -> Any:
-        """Scale a large image as transformers does, which copies all its pixels twice.
-
-        But not one that transformers would then scale again.
-        """
-        size, (width, height) = self._images.size, image.size
-        if not self._images.do_resize or width * height <= size.longest_edge:
-            return image
-        scaled = partial(
-            hf("smart_resize", _QWEN),
-            factor=self._images.patch_size * self._images.merge_size,
-            min_pixels=size.shortest_edge,
-            max_pixels=size.longest_edge,
+    def _scaled(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the size to scale an image to, where transformers would copy it."""
+        height, width = hf("smart_resize", _QWEN)(
+            *reversed(size),
+            factor=self._token_side(),
+            min_pixels=self._images.size.shortest_edge,
+            max_pixels=self._images.size.longest_edge,
         )
-        sides = height, width = scaled(height, width)
-        if max(sides) > _MAX_ASPECT * min(sides) or scaled(*sides) != sides:
-            return image
-        return image.resize((width, height), self._images.resample)
+        return width, height
+
+    def _token_side(self) -> int:
+        side: int = self._images.patch_size * self._images.merge_size
+        return side
 
     def counts(self, tensors: Mapping[str, np.ndarray]) -> list[int]:
         """Return the number of merged patches of each grid."""
@@ -311,16 +321,34 @@ class SquarePreprocessor:
         self._each = square_tokens(config)
         self._side = config.vision_config.image_size
         self._pad = config.image_token_id
+        self._pads = self._images.do_pad and hasattr(self._images, "pad_to_square")
+        self._crops = self._images.do_center_crop and self._images.size.shortest_edge
         self.token = "<image>"
         self.media = MediaProfile(
-            tensor_bytes_per_pixel=_SQUARE_BYTES, tensor_pixels=self._side**2
+            tensor_bytes_per_pixel=_SQUARE_BYTES,
+            tensor_pixels=self._side**2,
+            min_tensor_pixels=self._side**2,
+            all_frames=False,
         )
 
     def tensors(self, image: Any, position: int) -> dict[str, np.ndarray]:
         """Scale and crop one image."""
-        del position
+        _check_aspect(image, position)
+        if self._pads:
+            self._check_square(image, position)
+        elif self._crops:
+            image = _middle(image)
         output = self._images(images=[image], return_tensors="np")
         return {"pixel_values": output["pixel_values"]}
+
+    def _check_square(self, image: Any, position: int) -> None:
+        """Refuse an image that would be padded to a square of too many pixels."""
+        side, most = max(image.size), self.media.image_pixels
+        if side**2 > most:
+            raise BadImage(
+                f"image {position} is padded to {side} x {side} pixels; the limit is "
+                f"{most}: scale it down"
+            )
 
     def counts(self, tensors: Mapping[str, np.ndarray]) -> list[int]:
         """Return the same number for each image."""
@@ -330,6 +358,18 @@ class SquarePreprocessor:
         """Check squares and tokens."""
         places = list(ids).count(self._pad)
         check_squares(tensors, side=self._side, each=self._each, places=places)
+
+
+def _middle(image: Any) -> Any:
+    """Cut the ends off a thin image, of which a square in the middle will be left.
+
+    transformers would scale up all of it first. Where squares are cut off, the middle
+    is scaled as with them, but for rounding.
+    """
+    short, long = sorted(image.size)
+    cut = max(0, long // short - _SQUARES) // 2 * short
+    across, down = (cut if side == long else 0 for side in image.size)
+    return image.crop((across, down, image.width - across, image.height - down))
 
 
 def _kind(checkpoint: Path) -> str:

@@ -184,6 +184,7 @@ class _Worker:
         self._thread: Thread | None = None
         self._answer: list[Any] = []
         self._closed: anyio.Event | None = None
+        self._waiting = 0
         self._failure: BaseException | None = None
         self._asker: Callable[[], object] = lambda: None
         self._revoke: Callable[[], object] = lambda: None
@@ -271,7 +272,11 @@ class _Worker:
             await checkpoint()
             return
         self._closed = self._closed or anyio.Event()
-        await self._closed.wait()
+        self._waiting += 1
+        try:
+            await self._closed.wait()
+        finally:
+            self._waiting -= 1
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -283,8 +288,9 @@ class _Worker:
         self.ended = True
         self._revoke()
         if self._closed is not None:
-            self._failure = failure
             self._closed.set()
+        if self._waiting:
+            self._failure = failure
         elif failure is not None:
             what = "closing %s in its thread failed: %s"
             _log.warning(what, self.name, describe_error(failure))

@@ -478,6 +478,10 @@ class PrefetchedIterator(Generic[T]):
     async def __anext__(self) -> T:
         return self._first.pop() if self._first else await self._source.__anext__()
 
+    def when_closed(self, call: Callable[[], object]) -> None:
+        """Call *call* once no thread works for the source any more, or now."""
+        call_when_closed(self._source, call)
+
     async def aclose(self) -> None:
         """Drop the first item and close the source.
 
@@ -495,6 +499,15 @@ class PrefetchedIterator(Generic[T]):
                 abandon_on_cancel=True,
                 limiter=anyio.CapacityLimiter(1),  # all threads may be at work
             )
+
+
+def call_when_closed(source: Any, call: Callable[[], object]) -> None:
+    """Call *call* once no thread works for *source* any more, or now."""
+    when_closed = getattr(source, "when_closed", None)  # as `in_thread` returns it
+    if when_closed is None:
+        call()
+    else:
+        when_closed(call)
 
 
 async def close_all(sources: list[Any], grace: float) -> None:

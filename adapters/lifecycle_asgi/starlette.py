@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from math import inf
 from typing import Any, Final, cast
 
 import anyio
@@ -26,7 +25,7 @@ from lifecycle_asgi.endpoint import ConnectionWatch
 from lifecycle_asgi.limits import BodyLimit
 from lifecycle_asgi.middleware import CLIENT_CLOSED_REQUEST, LifecycleMiddleware
 from lifecycle_asgi.refusals import describe, refusal_response
-from lifecycle_asgi.request import asynchronous, request_of
+from lifecycle_asgi.request import asynchronous, call_when_closed, request_of
 
 __all__ = (
     "ManagedResponse",
@@ -210,7 +209,7 @@ class ManagedResponse(StreamingResponse):
     Args:
         stream: An async iterator, such as a generator or a `lifecycle.Stream`, or an
             iterator that blocks, which runs in a thread: see `lifecycle.in_thread`. The
-            response is over when the thread has closed it, at its next item.
+            lease is kept until the thread has closed it, at its next item.
         gate: Admits the response before the stream is asked for anything.
         bytes: What the response costs there, in bytes.
         slots: What it costs there, in slots.
@@ -231,8 +230,6 @@ class ManagedResponse(StreamingResponse):
         slots: int | None = None,
         **options: Any,
     ) -> None:
-        # A thread may work on for a client that has left, and uses its lease meanwhile.
-        self._grace = inf if isinstance(stream, Iterator) else _CLOSE_SECONDS
         stream = asynchronous(stream)
         if not hasattr(stream, "__anext__"):
             kind = type(stream).__name__
@@ -258,8 +255,10 @@ class ManagedResponse(StreamingResponse):
             if self._gate is not None:
                 # One lease at a time: the handler has taken the body.
                 request.release_body()
-                stack.enter_context(await self._gate.admit(**self._costs))
-            stack.push_async_callback(_close, source, self._grace)
+                lease = await self._gate.admit(**self._costs)
+                # A thread may work on for a client that left, and uses it meanwhile.
+                stack.callback(call_when_closed, source, lease.release)
+            stack.push_async_callback(_close, source)
             self.body_iterator = await request.begin(source)
             await super().__call__(scope, receive, send)
 
@@ -309,10 +308,10 @@ class ResumableStreams(resume.ResumableStreams):
         return cast("ResumableResponse", super().resume(last_event_id, owner=owner))
 
 
-async def _close(source: Any, grace: float) -> None:
+async def _close(source: Any) -> None:
     close = getattr(source, "aclose", None)
     if close is not None:
-        with anyio.CancelScope(deadline=anyio.current_time() + grace, shield=True):
+        with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
             await close()
 
 

@@ -185,6 +185,7 @@ class _Worker:
         self._answer: list[Any] = []
         self._closed: anyio.Event | None = None
         self._waiting = 0
+        self._left: Held = []
         self._failure: BaseException | None = None
         self._asker: Callable[[], object] = lambda: None
         self._revoke: Callable[[], object] = lambda: None
@@ -268,7 +269,7 @@ class _Worker:
 
     async def wait_closed(self) -> None:
         """Wait until the iterator is closed, and raise what that raised."""
-        if self.ended or self._thread is None or not self._thread.is_alive():
+        if not self._works():
             await checkpoint()
             return
         self._closed = self._closed or anyio.Event()
@@ -284,9 +285,20 @@ class _Worker:
         finally:
             del failure
 
+    def when_closed(self, call: Callable[[], object]) -> None:
+        """See `ThreadIterator.when_closed`."""
+        if self._works():
+            self._left.append(call)
+        else:
+            call()
+
+    def _works(self) -> bool:
+        return not self.ended and self._thread is not None and self._thread.is_alive()
+
     def _ended_with(self, failure: BaseException | None) -> None:
         self.ended = True
         self._revoke()
+        give_up(self._left)
         if self._closed is not None:
             self._closed.set()
         if self._waiting:
@@ -368,6 +380,10 @@ class ThreadIterator(AsyncGenerator[T, Any], Generic[T]):
         """Give *held* up in the thread, once the first item is there."""
         self._worker.held += held
         held.clear()
+
+    def when_closed(self, call: Callable[[], object]) -> None:
+        """Have the event loop call *call* once the thread works no more, or now."""
+        self._worker.when_closed(call)
 
     async def __anext__(self) -> T:
         """Return the next item.

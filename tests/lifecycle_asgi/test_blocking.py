@@ -249,8 +249,9 @@ class Work:
             self.ran_in.append(threading.get_ident())
 
 
+@pytest.mark.parametrize("made", [iter, in_thread(iter)])
 async def test_keeps_the_lease_of_a_response_while_its_thread_works(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, made: Callable[..., Any]
 ) -> None:
     """The thread hears of a client that leaves; its end gives the lease back."""
     monkeypatch.setattr("lifecycle_asgi.starlette._CLOSE_SECONDS", 0.01)
@@ -258,7 +259,7 @@ async def test_keeps_the_lease_of_a_response_while_its_thread_works(
 
     @app.get("/")
     async def events() -> Any:
-        return ManagedResponse(iter(work), gate=gate, bytes=4)
+        return ManagedResponse(made(work), gate=gate, bytes=4)
 
     guarded = LifecycleMiddleware(app, grace=0.01)
     async with asyncio.timeout(PATIENCE), serving(guarded) as port:
@@ -271,6 +272,35 @@ async def test_keeps_the_lease_of_a_response_while_its_thread_works(
         await until(lambda: not gate.statistics().bytes_in_use)
     first, last = work.ran_in
     assert first == last != threading.get_ident()
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+async def test_keeps_the_lease_of_a_response_that_is_cancelled(times: int) -> None:
+    """By its server, which may insist: the thread still works."""
+    work, gate, server = Work(), Gate(bytes=10), ScriptedServer()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        response = ManagedResponse(iter(work), gate=gate, bytes=4)
+        await response(scope, receive, send)
+
+    guarded = LifecycleMiddleware(app)
+    async with asyncio.timeout(PATIENCE):
+        serving = asyncio.create_task(
+            guarded(http_scope(), server.receive, server.send)
+        )
+        await until(lambda: len(work.ran_in) > 0)
+        for _ in range(times):
+            serving.cancel()
+            await until(work.noticed.is_set)
+            await asyncio.sleep(0)
+        if times > 2:
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+        assert gate.statistics().bytes_in_use == 4
+        work.go_on.set()
+        await until(lambda: not gate.statistics().bytes_in_use)
+        with pytest.raises(asyncio.CancelledError):
+            await serving
 
 
 async def test_closes_a_blocking_iterator_that_began_in_its_thread() -> None:

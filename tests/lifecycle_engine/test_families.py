@@ -27,13 +27,13 @@ from lifecycle_asgi import estimate_memory  # noqa: E402
 from lifecycle_engine import (  # noqa: E402
     BadChat,
     BadImage,
+    Chat,
+    ChatProcessor,
     MediaLimits,
+    Message,
     Prompt,
     Scheduler,
     read_image_size,
-)
-from lifecycle_engine.processing.image_processor import (  # noqa: E402
-    image_preprocessor_for,
 )
 from tiny_checkpoint import FAMILIES, Sizes  # noqa: E402
 
@@ -242,23 +242,25 @@ def test_llava_scales_no_more_of_a_thin_picture_than_it_sees(
 
 
 def test_llava_refuses_what_is_too_thin(
-    kits: Callable[[str], Kit], tmp_path: Path
+    kits: Callable[[str], Kit], picture: Callable[..., bytes], tmp_path: Path
 ) -> None:
     """Also where it would be padded to a square."""
     folder = tmp_path / "copy"
     shutil.copytree(kits("llava").folder, folder)
-    line, banner = (Image.new("RGB", (side, 50)) for side in (10_050, 7000))
-    images: Any = image_preprocessor_for(folder)
+    line, banner = (
+        Chat([Message("user", [picture(side, 50)])], max_tokens=1)
+        for side in (10_050, 7000)
+    )
+    processor = ChatProcessor(folder)
     with pytest.raises(BadImage, match="200 times the shorter one: crop it"):
-        images.tensors(line, 1)
-    assert len(images.tensors(banner, 1)["pixel_values"]) == 1
+        processor.prepare(line)
+    assert len(processor.prepare(banner).tensors["pixel_values"]) == 1
     path = folder / "preprocessor_config.json"
     options = json.loads(path.read_text())
     options |= {"image_processor_type": "LlavaImageProcessor", "do_pad": True}
     path.write_text(json.dumps(options))
-    padding: Any = image_preprocessor_for(folder)
     with pytest.raises(BadImage, match="padded to 7000 x 7000 pixels"):
-        padding.tensors(banner, 1)
+        ChatProcessor(folder).prepare(banner)
 
 
 def test_llava_is_prepared_as_by_transformers(

@@ -244,6 +244,7 @@ class GridPreprocessor:
         self._images: Any = hf("Qwen2VLImageProcessorPil", _QWEN).from_pretrained(
             str(checkpoint), local_files_only=True
         )
+        self._resize: Any = hf("smart_resize", _QWEN)
         self.token = "<|image_pad|>"
         # Of these processors, the longest and the shortest "edge" are areas.
         least, most = 0, None
@@ -283,7 +284,7 @@ class GridPreprocessor:
 
     def _scaled(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the size to scale an image to, where transformers would copy it."""
-        height, width = hf("smart_resize", _QWEN)(
+        height, width = self._resize(
             *reversed(size),
             factor=self._token_side(),
             min_pixels=self._images.size.shortest_edge,

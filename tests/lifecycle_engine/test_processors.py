@@ -355,6 +355,37 @@ def test_qwen_takes_odd_sizes(
     assert (rows > columns) == (height > width)
 
 
+_PEAK = """
+import sys
+from lifecycle_engine.multimodal import decode
+
+def peak():
+    with open("/proc/self/status") as status:
+        (line,) = (each for each in status if each.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+data = sys.stdin.buffer.read()
+before = peak()
+decode.decode(data, 1, max_pixels=10**8)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("mode", ["RGB", "CMYK"])
+def test_qwen_decodes_jpegs_within_what_is_charged(processor: Any, mode: str) -> None:
+    """Progressive ones take the most: the decoder has all coefficients."""
+    out = io.BytesIO()
+    shape = Image.new(mode, (4000, 3000), (9,) * len(mode))
+    shape.save(out, "JPEG", progressive=True, subsampling=0)
+    command = [sys.executable, "-c", _PEAK]
+    done = subprocess.run(
+        command, input=out.getvalue(), capture_output=True, check=True, timeout=120
+    )
+    most = processor.media.work_bytes_per_pixel * 4000 * 3000
+    assert most / 2 < int(done.stdout) < most + 2**21
+
+
 @pytest.mark.parametrize("size", [(1000, 1000), (3000, 3000), (89_400, 447)])
 def test_qwen_makes_pictures_within_what_is_charged(
     processor: Any, size: tuple[int, int]

@@ -28,8 +28,9 @@ from lifecycle_engine.errors import BadImage
 # Tokens that a vision tower puts in front of the patches.
 _PREFIX_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 _SQUARE_BYTES = 12  # of a pixel: three colours in float32
-# Of a pixel: RGB and what it is converted from, or coefficients of a progressive JPEG.
-_DECODED_BYTES = 10
+# Of a pixel: CMYK and the coefficients of a progressive JPEG, or RGBA and a strip of a
+# TIFF in 16 bits; RGB and what it is converted from take less.
+_DECODED_BYTES = 12
 IMAGE_TENSORS = ("pixel_values", "image_grid_thw")
 
 
@@ -323,7 +324,9 @@ class SquarePreprocessor:
         self._side = config.vision_config.image_size
         self._pad = config.image_token_id
         self._pads = self._images.do_pad and hasattr(self._images, "pad_to_square")
-        self._crops = self._images.do_center_crop and self._images.size.shortest_edge
+        size = self._images.size
+        by_short = size.shortest_edge and not size.longest_edge
+        self._crops = self._images.do_center_crop and by_short
         self.token = "<image>"
         self.media = MediaProfile(
             tensor_bytes_per_pixel=_SQUARE_BYTES,

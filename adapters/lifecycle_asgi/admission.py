@@ -332,7 +332,7 @@ class Admission:
         )
         if self._settings.release == "end":
             request.until_end = True
-            request_of(scope).keep_bytes(request)
+            request_of(scope).keep_bytes(request.release)
         scope[_SCOPE_KEY] = request
         try:
             refusal = await self._refusal(scope, request)
@@ -655,10 +655,6 @@ class AdmittedRequest:
                 lease.release()
                 if lease.bytes >= LARGE:
                     self._heap.freed(lease.bytes)
-
-    async def aclose(self) -> None:
-        """Release the bytes, where the request owns them until its end."""
-        self.release()
 
     def end(self) -> None:
         """Release everything, and drop a body that was not read. Idempotent."""

@@ -7,9 +7,17 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, overload
 
@@ -113,6 +121,7 @@ class RequestScope:
         "_cancelled_when_gone",
         "_client_gone",
         "_ends",
+        "_kept",
         "_live",
         "_owned",
         "_recorder",
@@ -126,6 +135,7 @@ class RequestScope:
         self._cancelled_when_gone = cancelled_when_gone
         self._attached: list[Attachable] = []
         self._ends: list[Callable[[], object]] = []
+        self._kept: list[Callable[[], object]] = []
         self._owned: list[Closable] = []
         self.body: AdmittedBody | None = None
         self.probe_waiting: Callable[[], int] = int
@@ -299,8 +309,13 @@ class RequestScope:
             Shielded for up to *grace* seconds for each.
         """
         owned, self._owned = self._owned, []
-        if owned:
-            await close_all(owned, grace)
+        kept, self._kept = self._kept, []
+        try:
+            if owned:
+                await close_all(owned, grace)
+        finally:
+            for release in kept:
+                call_when_closed(owned, release)
 
     def mark_client_gone(self) -> None:
         """Called by the middleware: mark all attached sessions as ``client_gone``."""
@@ -318,9 +333,9 @@ class RequestScope:
         self._shown = shown
         shown.cancel = cancel
 
-    def keep_bytes(self, holder: Closable) -> None:
-        """Called by `Admission`: close *holder* of its bytes after all it owns."""
-        self._owned.insert(0, holder)
+    def keep_bytes(self, release: Callable[[], object]) -> None:
+        """Called by `Admission`: call *release* once all it owns is closed."""
+        self._kept.append(release)
         if self._shown is not None:
             self._shown.keeps_bytes = True
 
@@ -480,7 +495,7 @@ class PrefetchedIterator(Generic[T]):
 
     def when_closed(self, call: Callable[[], object]) -> None:
         """Call *call* once no thread works for the source any more, or now."""
-        call_when_closed(self._source, call)
+        call_when_closed([self._source], call)
 
     async def aclose(self) -> None:
         """Drop the first item and close the source.
@@ -501,13 +516,13 @@ class PrefetchedIterator(Generic[T]):
             )
 
 
-def call_when_closed(source: Any, call: Callable[[], object]) -> None:
-    """Call *call* once no thread works for *source* any more, or now."""
-    when_closed = getattr(source, "when_closed", None)  # as `in_thread` returns it
-    if when_closed is None:
-        call()
-    else:
-        when_closed(call)
+def call_when_closed(sources: Sequence[Any], call: Callable[[], object]) -> None:
+    """Call *call* once no thread works for any of *sources*, or now."""
+    for at, source in enumerate(sources, 1):
+        if hasattr(source, "when_closed"):  # as what `in_thread` returns
+            source.when_closed(partial(call_when_closed, sources[at:], call))
+            return
+    call()
 
 
 async def close_all(sources: list[Any], grace: float) -> None:

@@ -256,8 +256,11 @@ class ManagedResponse(StreamingResponse):
                 # One lease at a time: the handler has taken the body.
                 request.release_body()
                 lease = await self._gate.admit(**self._costs)
-                # A thread may work on for a client that left, and uses it meanwhile.
-                stack.callback(call_when_closed, source, lease.release)
+                # A thread may work on for a client that left, and uses it meanwhile:
+                # the block is left before it gives the lease back.
+                lease.owned_by_start = True
+                stack.callback(call_when_closed, [source], lease.release)
+                stack.enter_context(lease)
             stack.push_async_callback(_close, source)
             self.body_iterator = await request.begin(source)
             await super().__call__(scope, receive, send)

@@ -303,6 +303,48 @@ async def test_keeps_the_lease_of_a_response_that_is_cancelled(times: int) -> No
             await serving
 
 
+async def test_keeps_the_bytes_of_a_request_while_its_threads_work() -> None:
+    """Those of `Admission`, until the last one has ended."""
+    works, request, given_back = (Work(), Work()), RequestScope(), threading.Event()
+    request.keep_bytes(given_back.set)
+
+    async def read(work: Work) -> None:
+        async for _ in await request.begin(iter(work)):
+            pass
+
+    async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(read(work))
+            await until(lambda: len(work.ran_in) > 0)  # noqa: B023 - until it is true
+        await request.close(0.01)
+        for work in works:
+            await until(work.noticed.is_set)
+            assert not given_back.is_set()
+            work.go_on.set()
+            await until(lambda: len(work.ran_in) > 1)  # noqa: B023
+        await until(given_back.is_set)
+
+
+async def test_refuses_to_wait_for_its_own_lease() -> None:
+    """A stream that asks the gate of its response would wait for ever."""
+    gate, server, errors = Gate(slots=1), ScriptedServer(), []
+
+    async def words() -> AsyncIterator[bytes]:
+        try:
+            await gate.admit()
+        except RuntimeError as error:
+            errors.append(str(error))
+        yield b"word"
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await ManagedResponse(words(), gate=gate)(scope, receive, send)
+
+    async with asyncio.timeout(PATIENCE):
+        await LifecycleMiddleware(app)(http_scope(), server.receive, server.send)
+    assert "deadlock" in errors[0]
+    assert gate.statistics().slots_in_use == 0
+
+
 async def test_closes_a_blocking_iterator_that_began_in_its_thread() -> None:
     """Once, where it was read."""
     rows, request = Rows(), RequestScope()

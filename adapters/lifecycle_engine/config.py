@@ -278,7 +278,7 @@ class HttpConfig(_Section):
             gone, as nearly all of them are.
         send_timeout: Time limit for a client to read 64 KiB of an answer; then the
             connection is closed.
-        threads: Number of threads that parse and preprocess requests.
+        threads: Number of threads that preprocess texts, and of those for pictures.
         remote_images: Fetch images that requests name by https URL, from public
             addresses only.
         drain: Time that running streams get to finish after SIGTERM.

@@ -111,8 +111,8 @@ class AppSettings:
         media: Limits on images.
         defaults: Sampling defaults of requests.
         deadlines: Timeouts for the engine.
-        threads: Maximum number of requests parsed, of text and of images preprocessed,
-            each, concurrently.
+        threads: Maximum number of requests of text preprocessed concurrently, and of
+            those with images. One thread parses large bodies.
         end_timeout: Seconds that the END of one request may take.
         per_client: Maximum concurrent requests of one client; ``None`` is unlimited.
         client: Returns the client identity of an ASGI scope.
@@ -214,8 +214,9 @@ def _service(
     settings: AppSettings,
     observer: Observer | None,
 ) -> Service:
+    # Parsers hold the interpreter's lock, so that a second one only delays the loop.
     threads, text_threads, parsers = (
-        anyio.CapacityLimiter(settings.threads) for _ in range(3)
+        anyio.CapacityLimiter(each) for each in (settings.threads, settings.threads, 1)
     )
     return Service(
         model=settings.model,

@@ -205,8 +205,12 @@ class TestInThread:
             with anyio.move_on_after(0.001) as scope:
                 await source.aclose()
             assert scope.cancelled_caught
+            calls: list[bool] = []
+            source.when_closed(lambda: calls.append(blocking.closed.is_set()))
             blocking.door.set()
-        await until(blocking.closed.is_set)
+        await until(lambda: calls == [True])
+        source.when_closed(calls.clear)
+        assert calls == []
 
     async def test_ends_where_it_is_closed_while_it_waits_for_a_token(
         self, blocking: Blocking
@@ -388,8 +392,7 @@ class TestInThread:
         await anext(source)
         with caplog.at_level(logging.WARNING, "lifecycle"):
             del source
-            await until(lambda: bool(caplog.records))
-        assert "OSError at" in caplog.text
+            await until(lambda: "OSError at" in caplog.text)
         assert "a prompt" not in caplog.text
 
         class Once:

@@ -130,7 +130,7 @@ def _hand_off() -> bool:
         # SGLang itself looks every four seconds, while an answer is not streamed. One
         # that is made in the background outlives its client.
         if request is not None and not getattr(asked, "background", False):
-            request.when_gone(lambda: self.abort_request(rid))
+            request.when_gone(lambda: _abort(self, rid))
         # The parts of a batch are sent one after the other, and end with the response.
         if getattr(asked, "is_single", False):
             handed_off(tensor_bytes=size)
@@ -139,6 +139,13 @@ def _hand_off() -> bool:
     setattr(sending, _DONE, True)
     manager._send_one_request = sending  # noqa: SLF001 - all requests pass it
     return True
+
+
+def _abort(manager: Any, rid: str) -> None:
+    # Several managers ask their scheduler for an unknown id, too, which also ends
+    # requests whose ids begin with it.
+    if rid in manager.rid_to_state:
+        manager.abort_request(rid)
 
 
 def __getattr__(name: str) -> Any:

@@ -317,16 +317,16 @@ async def test_hands_off_what_the_scheduler_has(sglang: Any, single: bool) -> No
     assert in_use() == 0
 
 
-@pytest.mark.parametrize("background", [False, True])
-async def test_aborts_what_a_leaver_has_sent(sglang: Any, background: bool) -> None:
-    """Unless it is to be asked for later; and keeps nothing of it until then."""
+@pytest.mark.parametrize("state", ["runs", "background", "over"])
+async def test_aborts_what_a_leaver_has_sent(sglang: Any, state: str) -> None:
+    """Unless it is to be asked for later, or over; and keeps nothing of it until then."""
     load_plugins(sglang)
     launch(sglang)
     manager, freed, aborted = sglang.manager(), list[bool](), list[str]()
     manager.abort_request = aborted.append
 
     async def generate() -> dict[str, str]:
-        asked = SimpleNamespace(background=background)
+        asked = SimpleNamespace(background=state == "background")
         manager.rid_to_state["1"] = SimpleNamespace(obj=asked)
         tokenized = type("Tokenized", (), {"rid": "1"})()
         ref = weakref.ref(tokenized)
@@ -334,6 +334,8 @@ async def test_aborts_what_a_leaver_has_sent(sglang: Any, background: bool) -> N
         manager.sent.clear()
         del tokenized
         freed.append(ref() is None)
+        if state == "over":
+            manager.rid_to_state.clear()
         server.gone.set()
         await anyio.sleep_forever()
         return {}
@@ -345,7 +347,7 @@ async def test_aborts_what_a_leaver_has_sent(sglang: Any, background: bool) -> N
         scope = http_scope("/generate", headers=headers)
         await sglang.app(scope, server.receive, server.send)
     assert freed == [True]
-    assert aborted == ([] if background else ["1"])
+    assert aborted == (["1"] if state == "runs" else [])
 
 
 async def test_leaves_requests_without_admission_alone(sglang: Any) -> None:

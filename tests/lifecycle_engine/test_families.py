@@ -263,6 +263,19 @@ def test_llava_refuses_what_is_too_thin(
         ChatProcessor(folder).prepare(banner)
 
 
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_copies_no_photo_to_cut_it(
+    kits: Callable[[str], Kit],
+    picture: Callable[..., bytes],
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only a thin picture is cut; a copy of any other was not charged."""
+    kit, photo = kits(family), picture(160, 120)
+    monkeypatch.delattr(Image.Image, "crop")
+    assert kit.prepare("see", photo).nbytes
+
+
 def test_llava_is_prepared_as_by_transformers(
     kits: Callable[[str], Kit], picture: Callable[..., bytes]
 ) -> None:

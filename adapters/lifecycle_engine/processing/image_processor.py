@@ -372,6 +372,8 @@ def _middle(image: Any) -> Any:
     """
     short, long = sorted(image.size)
     cut = max(0, long // short - _SQUARES) // 2 * short
+    if not cut:  # what is cut is a copy
+        return image
     across, down = (cut if side == long else 0 for side in image.size)
     return image.crop((across, down, image.width - across, image.height - down))
 

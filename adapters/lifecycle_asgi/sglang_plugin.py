@@ -141,7 +141,7 @@ def _hand_off() -> bool:
     return True
 
 
-def _abort(manager: Any, rid: str) -> None:
+def _abort(manager: Any, rid: str | None) -> None:
     # Several managers ask their scheduler for an unknown id, too, which also ends
     # requests whose ids begin with it.
     if rid in manager.rid_to_state:

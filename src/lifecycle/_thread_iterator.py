@@ -298,7 +298,6 @@ class _Worker:
     def _ended_with(self, failure: BaseException | None) -> None:
         self.ended = True
         self._revoke()
-        give_up(self._left)
         if self._closed is not None:
             self._closed.set()
         if self._waiting:
@@ -306,6 +305,7 @@ class _Worker:
         elif failure is not None:
             what = "closing %s in its thread failed: %s"
             _log.warning(what, self.name, describe_error(failure))
+        give_up(self._left)  # last: what others gave may raise
 
     # In the thread.
 

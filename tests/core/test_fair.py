@@ -113,33 +113,27 @@ async def next_granted(gate: Gate, *keys: str) -> str:
     return key
 
 
-async def test_counts_what_is_held_by_what_its_key_held_before() -> None:
+@pytest.mark.parametrize(
+    ("one", "many", "first"),
+    [
+        ([3.0] * 40, [0.1] * 150, "many"),
+        ([0.1] * 40 + [10.0], [1.0] * 40, "one"),  # a single one counts a quarter
+    ],
+)
+async def test_counts_what_is_held_by_what_its_key_held_before(
+    one: list[float], many: list[float], first: str
+) -> None:
     """One slot that will be held for long counts for more than five for a moment."""
     clock = Clock()
     gate = Gate(slots=7, order="fair", clock=clock)
-    for key, seconds, times in (("long", 3.0, 40), ("short", 0.1, 150)):
-        for _ in range(times):
+    for key, holds in (("one", one), ("many", many)):
+        for seconds in holds:
             with gate.try_admit(key=key):
                 clock.now += seconds
     with contextlib.ExitStack() as held:
-        for key in ("long",) + ("short",) * 5:
+        for key in ("one",) + ("many",) * 5:
             held.enter_context(gate.try_admit(key=key))
-        assert await next_granted(gate, "long", "short") == "short"
-    assert_quiescent(gate)
-
-
-async def test_counts_a_single_long_hold_as_a_quarter() -> None:
-    """One that held for long once does not have to wait for five that always do."""
-    clock = Clock()
-    gate = Gate(slots=7, order="fair", clock=clock)
-    for key, seconds in (("once", [0.1] * 40 + [10.0]), ("often", [1.0] * 40)):
-        for each in seconds:
-            with gate.try_admit(key=key):
-                clock.now += each
-    with contextlib.ExitStack() as held:
-        for key in ("once",) + ("often",) * 5:
-            held.enter_context(gate.try_admit(key=key))
-        assert await next_granted(gate, "once", "often") == "once"
+        assert await next_granted(gate, "one", "many") == first
     assert_quiescent(gate)
 
 

@@ -261,13 +261,17 @@ async def test_keeps_the_lease_of_a_response_while_its_thread_works(
     async def events() -> Any:
         return ManagedResponse(made(work), gate=gate, bytes=4)
 
-    guarded = LifecycleMiddleware(app, grace=0.01)
-    async with asyncio.timeout(PATIENCE), serving(guarded) as port:
+    guarded, over = LifecycleMiddleware(app, grace=0.01), asyncio.Event()
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        await guarded(scope, receive, send)
+        over.set()
+
+    async with asyncio.timeout(PATIENCE), serving(watched) as port:
         await hang_up(port)
         await until(work.noticed.is_set)
-        for _ in range(100):
-            await asyncio.sleep(0.001)
-            assert gate.statistics().bytes_in_use == 4
+        await over.wait()
+        assert gate.statistics().bytes_in_use == 4
         work.go_on.set()
         await until(lambda: not gate.statistics().bytes_in_use)
     first, last = work.ran_in

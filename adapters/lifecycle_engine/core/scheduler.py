@@ -453,7 +453,7 @@ class Scheduler:
 class PrefillDebts:
     """What clients owe to the streams of others, which waited for their prompts.
 
-    A picture may take the engine as long as a hundred tokens. A client's next chunk
+    A picture may take the engine as long as many tokens do. A client's next chunk
     waits until the streams of others have had as much time as its last one took. The
     engine does as much as before, and a client that is alone owes nobody.
     """

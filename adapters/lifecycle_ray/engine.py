@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import anyio
 import anyio.to_thread
-import ray
 
 from lifecycle import EngineLost
 from lifecycle_ray.placement import Placement, join_cluster, restore_sigterm
@@ -111,8 +110,9 @@ class RayEngine:
         """
         async with AsyncExitStack() as stack:
             join = partial(join_cluster, self._address, self._local)
-            if await anyio.to_thread.run_sync(join):
-                stack.push_async_callback(_leave_cluster)
+            leave = await anyio.to_thread.run_sync(join)
+            if leave is not None:
+                stack.push_async_callback(_leave_cluster, leave)
                 restore_sigterm()
             for replica in self._replicas:
                 await stack.enter_async_context(replica)
@@ -284,10 +284,10 @@ class RayEngine:
             replica.reset()
 
 
-async def _leave_cluster() -> None:
+async def _leave_cluster(leave: Callable[[], None]) -> None:
     # It terminates one process after another, and waits for each.
     with anyio.CancelScope(shield=True):
-        await anyio.to_thread.run_sync(ray.shutdown)
+        await anyio.to_thread.run_sync(leave)
 
 
 _HEALTHIEST_FIRST: tuple[Health, ...] = (

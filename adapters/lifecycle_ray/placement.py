@@ -6,7 +6,7 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,9 @@ class Placement:
         return options
 
 
-def join_cluster(address: str | None, local: Mapping[str, Any]) -> bool:
+def join_cluster(
+    address: str | None, local: Mapping[str, Any]
+) -> Callable[[], None] | None:
     """Make this process a driver, unless it is one; blocks for seconds.
 
     Args:
@@ -61,7 +63,8 @@ def join_cluster(address: str | None, local: Mapping[str, Any]) -> bool:
         local: Options of ``ray.init`` for that one.
 
     Returns:
-        Whether it joined here; the caller then has to leave the cluster.
+        Leaves the cluster, and blocks for seconds; ``None`` if this process had joined
+        one before.
 
     Raises:
         ConnectionError: Nothing answers at that address.
@@ -77,17 +80,19 @@ def join_cluster(address: str | None, local: Mapping[str, Any]) -> bool:
     if address is not None:
         _check_address(address)
     if ray.is_initialized():
-        return False
-    if address is not None:
-        _join(address)
-    else:
+        return None
+    if address is None:
         # Without an address, Ray would look for one in the environment and in the
         # files that earlier clusters left on this machine.
-        ray.init(
-            address="local",
-            **{"include_dashboard": False, "log_to_driver": False, **local},
+        return _init_ray(
+            {"address": "local", "include_dashboard": False, "log_to_driver": False}
+            | dict(local)
         )
-    return True
+    try:
+        # A head that accepts connections and never answers holds it up for minutes.
+        return _init_ray({"address": address, "log_to_driver": False}, _JOIN_SECONDS)
+    except queue.Empty:
+        raise _no_cluster(address, f"for {_JOIN_SECONDS:g} s") from None
 
 
 def _check_address(address: str) -> None:
@@ -103,27 +108,43 @@ def _check_address(address: str) -> None:
         raise _no_cluster(address, type(error).__name__) from None
 
 
-def _join(address: str) -> None:
-    """Join a running cluster, within a time limit."""
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+def _init_ray(
+    options: Mapping[str, Any], timeout: float | None = None
+) -> Callable[[], None]:
+    """Call ``ray.init`` in a thread that stays until the returned function has left.
 
-    def join() -> None:
+    Linux kills the processes of a private cluster as soon as the *thread* that started
+    them ends, and a worker thread of a pool ends when it was idle for a while. Being a
+    daemon, this one does not keep the process from exiting.
+
+    Raises:
+        queue.Empty: It takes longer than *timeout* seconds; the thread goes on.
+    """
+    joined: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    left = threading.Event()
+
+    def stay() -> None:
         try:
-            ray.init(address=address, log_to_driver=False)
+            ray.init(**options)
         except BaseException as error:  # noqa: BLE001 - raised below
-            ended.put(error)
+            joined.put(error)
         else:
-            ended.put(None)
+            joined.put(None)
+            left.wait()
 
-    # A head that accepts connections and never answers holds ray.init up for minutes.
-    # It cannot be cancelled; a daemon thread does not keep the process from exiting.
-    threading.Thread(target=join, name="ray.init", daemon=True).start()
-    try:
-        error = ended.get(timeout=_JOIN_SECONDS)
-    except queue.Empty:
-        raise _no_cluster(address, f"for {_JOIN_SECONDS:g} s") from None
+    def leave() -> None:
+        try:
+            ray.shutdown()
+        finally:
+            left.set()
+            thread.join()
+
+    thread = threading.Thread(target=stay, name="ray.init", daemon=True)
+    thread.start()
+    error = joined.get(timeout=timeout)
     if error is not None:
         raise error
+    return leave
 
 
 def _no_cluster(address: str, reason: str) -> ConnectionError:

@@ -261,6 +261,42 @@ def test_starts_private_cluster_where_a_dead_one_is_named(source: str) -> None:
             dead.accept()
 
 
+STAYS = """
+import threading
+import ray
+from lifecycle_ray.placement import join_cluster
+local = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "logging_level": "ERROR"}
+leave = []
+start = threading.Thread(target=lambda: leave.append(join_cluster(None, local)))
+start.start()
+start.join()
+
+@ray.remote
+def double(number):
+    return 2 * number
+
+print(ray.get(double.remote(21)))
+leave[0]()
+print(ray.is_initialized(), [it.name for it in threading.enumerate()])
+"""
+
+
+def test_private_cluster_survives_the_thread_that_asked_for_it() -> None:
+    """A pool ends the thread in which an engine was entered, once it was idle."""
+    with tempfile.TemporaryDirectory(
+        prefix="lc-ray-", ignore_cleanup_errors=True
+    ) as to:
+        done = subprocess.run(
+            [sys.executable, "-c", STAYS],
+            env=os.environ | {"RAY_TMPDIR": to, "RAY_raylet_start_wait_time_s": "120"},
+            capture_output=True,
+            text=True,
+            timeout=2 * BOUND,
+            check=False,
+        )
+    assert done.stdout.splitlines() == ["42", "False ['MainThread']"], done.stderr
+
+
 @pytest.fixture
 def inits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Return the options of each call of `ray.init`, which does nothing."""

@@ -126,7 +126,7 @@ def _init_ray(
     def stay() -> None:
         try:
             ray.init(**options)
-        except BaseException as error:  # noqa: BLE001 - raised below
+        except BaseException as error:  # noqa: ASYNC103, BLE001 - raised below
             joined.put(error)
         else:
             joined.put(None)

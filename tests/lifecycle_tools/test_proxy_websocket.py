@@ -530,6 +530,7 @@ async def test_ends_with_an_upstream_that_is_stuck(reads, tmp_path):
 
 
 @pytest.mark.asyncio
+@pytest.mark.thorough
 async def test_keeps_a_silent_upstream_that_answers_pings(tmp_path):
     """Silence is no fault: the upstream is asked, and answers."""
     pings = asyncio.Semaphore(0)
@@ -542,7 +543,7 @@ async def test_keeps_a_silent_upstream_that_answers_pings(tmp_path):
 
     async with (
         server(echo, ping_interval=None, create_connection=Counting) as url,
-        running_proxy(url, tmp_path, "--idle-timeout", "1") as proxy,
+        running_proxy(url, tmp_path, "--idle-timeout", "2") as proxy,
     ):
         async with client(proxy, ping_interval=None) as socket:
             for _ in range(3):  # the third is sent only if one was answered

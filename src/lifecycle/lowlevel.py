@@ -9,8 +9,8 @@ applications.
 - Argument checks: `check_type`, `check_bool`, `check_callable`, `check_int`,
   `check_seconds`, `check_choice`.
 - Backpressure: `DrainRate`; fairness: `Company`.
-- Which request made a lease or a session: `owner`; which task runs: `current_task`;
-  whom `consumer_gone` asks: `running_consumer`.
+- Which request made a lease or a session: `owner`; which task runs: `current_task`,
+  in which event loop: `current_loop`; whom `consumer_gone` asks: `running_consumer`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ._eventloop import (
     ThreadsafeEvent,
     Waiter,
     call_soon,
+    current_loop,
     current_task,
     event_loop_clock,
     new_waiter,
@@ -52,6 +53,7 @@ __all__ = (
     "check_seconds",
     "check_type",
     "clear_traceback_frames",
+    "current_loop",
     "current_task",
     "describe_error",
     "event_loop_clock",

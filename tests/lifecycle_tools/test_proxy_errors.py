@@ -1,14 +1,19 @@
 """What clients are sent when the upstream fails, or when the proxy refuses."""
 
 import asyncio
+import gc
 import json
 import signal
+import socket
+import threading
 
+import anyio
 import pytest
+from asgi_kit import http_scope
 from ports import free_port
 from proxy_kit import HEAD_END, Peer, raw_upstream, running_proxy
 
-from lifecycle_tools.proxy import Upstream
+from lifecycle_tools.proxy import Proxy, Upstream
 
 CHAT = (
     b"%s /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
@@ -216,6 +221,37 @@ async def test_drops_a_kept_connection_that_upstream_closed(tmp_path):
             assert head.startswith(b"HTTP/1.1 200")
             await closed.wait()
         assert upstream.connections == 20
+
+
+def answer(listener: socket.socket) -> None:
+    """Answer each request of the next connection."""
+    connection, _ = listener.accept()
+    with connection:
+        while connection.recv(65536):
+            connection.sendall(OK)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_keeps_no_connection_for_another_event_loop():
+    """One of a loop that has ended can be neither used nor closed, as in test clients."""
+    statuses = []
+
+    async def receive():
+        return {"type": "http.request"}
+
+    async def send(message):
+        statuses.append(message.get("status"))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for _ in range(5):
+            threading.Thread(target=answer, args=(listener,), daemon=True).start()
+        app = Proxy(Upstream(f"http://127.0.0.1:{listener.getsockname()[1]}"))
+        for backend in ("asyncio", "asyncio", "trio", "trio", "asyncio"):
+            scope = http_scope(headers=[(b"host", b"a")])
+            anyio.run(app, scope, receive, send, backend=backend)
+    assert statuses == 5 * [200, None]
+    del app
+    gc.collect()  # which warns of connections whose event loop nobody closed them in
 
 
 @pytest.mark.parametrize(

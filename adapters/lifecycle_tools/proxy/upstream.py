@@ -12,7 +12,7 @@ import anyio
 from anyio.abc import ByteStream
 
 from lifecycle import Gate
-from lifecycle.lowlevel import check_int, check_seconds
+from lifecycle.lowlevel import check_int, check_seconds, current_loop
 from lifecycle_tools.proxy.connection import Connection, UpstreamError, UpstreamTimeout
 
 _PORTS: Final = {"http": 80, "https": 443}
@@ -82,6 +82,7 @@ class Upstream:
         else:
             self._read_url(url)
         self._idle: deque[Connection] = deque()
+        self._loop: object | None = None
         self.gate = Gate(
             slots=max_connections,
             max_waiting=max_connections,
@@ -117,8 +118,9 @@ class Upstream:
         Cancellation:
             What was opened is closed.
         """
-        while self._idle and not fresh:
-            connection = self._idle.pop()
+        idle = self._unused()
+        while idle and not fresh:
+            connection = idle.pop()
             if not self._is_expired(connection) and not connection.is_stale():
                 return connection
             await connection.aclose()
@@ -160,9 +162,20 @@ class Upstream:
             Shielded: it is kept or closed in any case.
         """
         if self.timeouts.keep_alive and connection.start_next(anyio.current_time()):
-            self._idle.append(connection)
+            self._unused().append(connection)
         else:
             await connection.aclose()
+
+    def _unused(self) -> deque[Connection]:
+        """Return the unused connections of the running event loop.
+
+        Those of another one can be neither used nor closed here: the collector closes
+        them.
+        """
+        loop = current_loop()
+        if loop is not self._loop:
+            self._loop, self._idle = loop, deque()
+        return self._idle
 
     def _is_expired(self, connection: Connection) -> bool:
         age = anyio.current_time() - connection.idle_since
@@ -188,6 +201,6 @@ class Upstream:
 
     async def _close_idle(self, seconds: float) -> None:
         """Close those that were unused for *seconds*; the oldest are on the left."""
-        latest = anyio.current_time() - seconds
-        while self._idle and self._idle[0].idle_since <= latest:
-            await self._idle.popleft().aclose()
+        idle, latest = self._unused(), anyio.current_time() - seconds
+        while idle and idle[0].idle_since <= latest:
+            await idle.popleft().aclose()

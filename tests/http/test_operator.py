@@ -18,6 +18,8 @@ from serve_kit import CLI, Served, served
 
 from lifecycle_engine import ConfigError, load_config, make_app
 from lifecycle_engine.config import HttpConfig
+from lifecycle_engine.server.listener import operating
+from lifecycle_engine.server.uvicorn_protocol import ConnectionLimits
 
 pytestmark = pytest.mark.asyncio
 PATHS = ("/metrics", "/_lifecycle", "/_lifecycle/status", "/_lifecycle/requests")
@@ -66,6 +68,19 @@ async def test_serves_operator_on_a_socket_of_one_user(tmp_path: Path) -> None:
         async with viewer(server) as client:  # which is still its own
             assert (await client.get("/_lifecycle/status")).json()["ready"]
         assert await server.exit(signal.SIGTERM) == 0
+    assert not path.exists()
+
+
+async def test_leaves_the_socket_of_its_successor(tmp_path: Path) -> None:
+    """That may have come while this one, which had stopped to listen, was ending."""
+    path, limits = tmp_path / "operator", ConnectionLimits()
+    with ExitStack() as later:
+        with operating(None, path, limits) as server:
+            assert server is not None
+            await server.start()
+            await server.stop()
+            later.enter_context(operating(None, path, limits))
+        assert path.exists()
     assert not path.exists()
 
 

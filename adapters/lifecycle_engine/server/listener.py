@@ -73,6 +73,15 @@ def _remove_abandoned(path: Path) -> None:
                 path.unlink()
 
 
+def _remove_name(listener: socket.socket) -> None:
+    """Remove the name of a Unix socket that still listens.
+
+    Of one that is closed, it may be that of the next server already.
+    """
+    if listener.family == socket.AF_UNIX and listener.fileno() >= 0:
+        Path(listener.getsockname()).unlink(missing_ok=True)
+
+
 class OperatorServer(uvicorn.Server):
     """Serves the operator's application beside another server, in its event loop.
 
@@ -111,6 +120,7 @@ class OperatorServer(uvicorn.Server):
             Requests may still run.
         """
         if self.started:
+            _remove_name(self._listener)
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
             await self.shutdown([self._listener])
@@ -144,9 +154,8 @@ def operating(
     except OSError as error:
         shown = str(address) if isinstance(address, Path) else join_address(*address)
         raise OSError(error.errno, error.strerror or str(error), shown) from None
-    try:
-        with listener:
+    with listener:
+        try:
             yield OperatorServer(app, listener, limits)
-    finally:
-        if isinstance(address, Path):
-            address.unlink(missing_ok=True)
+        finally:
+            _remove_name(listener)

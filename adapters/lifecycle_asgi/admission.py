@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias, Unpack
 
 import anyio
 import anyio.to_thread
+from anyio.lowlevel import RunVar
 
 from lifecycle import CostTooLarge, GateFull, GateStatistics, Lease, Payload
 from lifecycle.events import Observer
@@ -206,7 +207,8 @@ class Admission:
             profile = replace(profile, tensor_pixels=settings.tensor_pixels)
         self._price = price or self._estimate_media
         self._estimator = BodyEstimator(profile)
-        self._estimating = anyio.CapacityLimiter(1)
+        # Each event loop has its own: a limiter wakes no other, and is of one kind.
+        self._estimating: RunVar[anyio.CapacityLimiter] = RunVar("lifecycle_estimating")
         self._answer = answer or _answer
         self._reading: set[BodyReader | Refusing] = set()
         self._heap, self._learn = Heap(), _NO_LESSON
@@ -473,7 +475,9 @@ class Admission:
         def run() -> MemoryEstimate:
             return estimate(scope, box.take())
 
-        return anyio.to_thread.run_sync(run, limiter=self._estimating)
+        limiter = self._estimating.get(None) or anyio.CapacityLimiter(1)
+        self._estimating.set(limiter)
+        return anyio.to_thread.run_sync(run, limiter=limiter)
 
     def _client(self, scope: Scope) -> str:
         return self._identity.digest(self._client_of(scope)).hex()

@@ -163,6 +163,22 @@ async def test_finds_the_media_of_large_bodies_in_a_thread(
     assert (thread != threading.get_ident()) == (size > 2**20)
 
 
+def test_finds_media_in_one_event_loop_after_another() -> None:
+    """Of either kind: the application of a module may be tested on both."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(OK)
+        await send(END)
+
+    admission = Admission(app, environment={})
+    for backend in ("asyncio", "trio", "asyncio"):
+
+        async def ask_once() -> int | None:
+            return (await ask(admission, b'{"image": "%b"}' % bytes(2**21))).status
+
+        assert anyio.run(ask_once, backend=backend) == 200
+
+
 async def test_lease_outlives_a_request_that_gives_it_away() -> None:
     """Its taker releases it, as an engine may read a payload after its client left."""
     leases: list[Lease | None] = []

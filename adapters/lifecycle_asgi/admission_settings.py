@@ -73,7 +73,7 @@ class AdmissionSettings:
         shared: Folder that all workers of the server name, so that its bytes and slots
             are those of all of them together, as `lifecycle.shared.SharedGate` has
             them: of this user alone, and where nothing cleans up, such as below
-            ``/run`` or ``/dev/shm``. ``None``: each worker has its own.
+            ``/run``. ``None``: each worker has its own.
         shadow: Refuse and delay no request, but count those that would have been, in
             ``over_limit`` of each lane: to try limits out on live traffic. Keys are
             asked for all the same.

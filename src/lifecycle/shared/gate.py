@@ -94,7 +94,9 @@ class SharedGate(Grantor):
 
     Args:
         folder: Of this user alone, where nothing cleans up, on a file system of this
-            host: below ``/run`` or ``/dev/shm``, for example. Made if there is none.
+            host: below ``/run``, for example, or below ``/dev/shm``, where systemd
+            removes what is of an ordinary user at the last logout. Made if there is
+            none.
         slots: As of `lifecycle.Gate`, for all workers together.
         bytes: Likewise.
         max_waiting: Likewise.

@@ -254,12 +254,18 @@ class Heartbeat(Protocol):
         """Record a turn of the loop, or the begin of its sleep."""
 
 
+# Never unmapped: the C library follows a list of the locks that a thread holds, and the
+# thread may lock others after its engine has ended.
+_locked: list[HeartbeatPage] = []
+
+
 class PageHeartbeat:
     """Writes the page, if there is one, from the engine loop, and holds its lock."""
 
     def __init__(self, page: HeartbeatPage | None) -> None:
         self._page = page
         if page is not None:
+            _locked.append(page)
             acquire_death_lock(page)
             page.enter(Phase.WORKING)
 

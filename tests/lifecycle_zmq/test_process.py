@@ -561,6 +561,23 @@ def test_lock_is_not_announced_where_it_cannot_be_held(
     assert page.lock_word is None
 
 
+TWO_ENGINES = """
+import gc
+from lifecycle_zmq.heartbeat import HeartbeatPage, PageHeartbeat, create_page_file
+
+one, two = (HeartbeatPage.attach(create_page_file()) for _ in range(2))
+PageHeartbeat(one).stop()
+del one
+gc.collect()
+PageHeartbeat(two).stop()
+"""
+
+
+def test_thread_that_has_served_may_hold_another_lock() -> None:
+    """The C library writes to the lock before it, which ended the process."""
+    subprocess.run([sys.executable, "-c", TWO_ENGINES], check=True, timeout=120)
+
+
 def test_process_that_is_not_there_is_taken_to_run() -> None:
     """Where there is no telling, nothing is held against an engine."""
     assert process_module.read_process_state(2**22 + 1) == process_module.ProcessState()

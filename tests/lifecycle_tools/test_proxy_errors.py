@@ -13,7 +13,7 @@ from asgi_kit import http_scope
 from ports import free_port
 from proxy_kit import HEAD_END, Peer, raw_upstream, running_proxy
 
-from lifecycle_tools.proxy import Proxy, Upstream
+from lifecycle_tools.proxy import Proxy, ProxyTimeouts, Upstream
 
 CHAT = (
     b"%s /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
@@ -252,6 +252,40 @@ def test_keeps_no_connection_for_another_event_loop():
     assert statuses == 5 * [200, None]
     del app
     gc.collect()  # which warns of connections whose event loop nobody closed them in
+
+
+@pytest.mark.asyncio
+async def test_closes_unused_connections_without_a_lifespan():
+    """As where it is mounted: each request closes those that others left for long."""
+    arrived, all_arrived = [], asyncio.Event()
+
+    async def handle(peer: Peer) -> None:
+        while await peer.read_head():
+            arrived.append(peer)
+            if len(arrived) == 3:
+                all_arrived.set()
+            await all_arrived.wait()
+            await peer.send(OK)
+
+    async def receive():
+        return {"type": "http.request"}
+
+    async def send(_):
+        pass
+
+    async with raw_upstream(handle) as (upstream, url):
+        target = Upstream(url, timeouts=ProxyTimeouts(keep_alive=600.0))
+        app, scope = Proxy(target), http_scope(headers=[(b"host", b"a")])
+        await asyncio.gather(*(app(scope, receive, send) for _ in range(3)))
+        for connection in [*target._idle][:2]:
+            connection.idle_since -= 1000.0
+        await app(scope, receive, send)
+        assert upstream.connections == 3
+        until = asyncio.get_running_loop().time() + 30
+        while upstream.open > 1 and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.01)
+        assert upstream.open == 1
+        await target.aclose()
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,12 @@ class Upstream:
         Cancellation:
             What was opened is closed.
         """
+        # Also here: `reap` runs in a lifespan, which a mounted application has not.
+        await self._close_idle(self.timeouts.keep_alive)
         idle = self._unused()
         while idle and not fresh:
             connection = idle.pop()
-            if not self._is_expired(connection) and not connection.is_stale():
+            if not connection.is_stale():
                 return connection
             await connection.aclose()
         return Connection(await self.open())
@@ -176,10 +178,6 @@ class Upstream:
         if loop is not self._loop:
             self._loop, self._idle = loop, deque()
         return self._idle
-
-    def _is_expired(self, connection: Connection) -> bool:
-        age = anyio.current_time() - connection.idle_since
-        return age >= self.timeouts.keep_alive
 
     async def reap(self) -> None:
         """Close connections that were unused for too long, for ever.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -109,10 +110,18 @@ class RayEngine:
             ValueError: It is the address of a Ray client server, ``ray://``.
         """
         async with AsyncExitStack() as stack:
-            join = partial(join_cluster, self._address, self._local)
-            leave = await anyio.to_thread.run_sync(join)
-            if leave is not None:
-                stack.push_async_callback(_leave_cluster, leave)
+            joined: list[Callable[[], None]] = []
+            given_up = threading.Event()
+
+            def join() -> None:
+                leave = join_cluster(self._address, self._local)
+                joined.extend([leave] if leave is not None else [])
+                if given_up.is_set():  # a native cancellation got through the wait
+                    _leave(joined)
+
+            stack.push_async_callback(_leave_cluster, joined, given_up)
+            await anyio.to_thread.run_sync(join)
+            if joined:
                 restore_sigterm()
             for replica in self._replicas:
                 await stack.enter_async_context(replica)
@@ -284,10 +293,23 @@ class RayEngine:
             replica.reset()
 
 
-async def _leave_cluster(leave: Callable[[], None]) -> None:
-    # It terminates one process after another, and waits for each.
-    with anyio.CancelScope(shield=True):
-        await anyio.to_thread.run_sync(leave)
+async def _leave_cluster(
+    joined: list[Callable[[], None]], given_up: threading.Event
+) -> None:
+    given_up.set()
+    if joined:
+        # It terminates one process after another, and waits for each.
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(_leave, joined)
+
+
+def _leave(joined: list[Callable[[], None]]) -> None:
+    """Leave the cluster, unless another thread does."""
+    try:
+        leave = joined.pop()
+    except IndexError:
+        return
+    leave()
 
 
 _HEALTHIEST_FIRST: tuple[Health, ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from ray.exceptions import (  # noqa: E402
     RayError,
 )
 
-from lifecycle_ray import placement, router as _router  # noqa: E402
+from lifecycle_ray import engine, placement, router as _router  # noqa: E402
 from lifecycle_ray.engine import _sum_counters  # noqa: E402
 from lifecycle_ray.replica import RayTransport, ReorderBuffer, loss_reason  # noqa: E402
 from lifecycle_ray.router import Router, conversation, weigh  # noqa: E402
@@ -353,3 +354,25 @@ def test_fails_in_time_when_cluster_never_answers(
         with pytest.raises(ConnectionError, match=f"answers at {address}.*0.01 s"):
             placement.join_cluster(address, {})
     answered.set()
+
+
+@pytest.mark.asyncio
+async def test_leaves_the_cluster_that_nobody_waited_for(monkeypatch) -> None:
+    """A cancellation of asyncio ends the wait, and not the thread that joins."""
+    joining, joined, left = (threading.Event() for _ in range(3))
+
+    def join(*_: Any) -> Any:
+        joining.set()
+        assert joined.wait(60)
+        return left.set
+
+    monkeypatch.setattr(engine, "join_cluster", join)
+    entering = asyncio.create_task(engine.RayEngine("package:name").__aenter__())
+    try:
+        assert await anyio.to_thread.run_sync(joining.wait, 60)
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+    finally:
+        joined.set()
+    assert await anyio.to_thread.run_sync(left.wait, 60)

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import pytest
 
+from lifecycle.testing import pytest_plugin
 from lifecycle_asgi import heap
 
 MIB = 2**20
@@ -189,3 +190,17 @@ def test_gives_back_what_the_allocator_keeps() -> None:
         argv, check=False, capture_output=True, text=True, timeout=120
     )
     assert (done.stdout, done.stderr) == ("200 True\n", "")
+
+
+def test_is_no_leftover_of_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin blames no test of a guarded application for a thread of ours."""
+    trimmed: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(heap, "malloc_trim", lambda: trimmed.put)
+    pauses = Pauses()
+    before = pytest_plugin._look()
+    heap.Heap(sleep=pauses).freed(40 * MIB)
+    pauses.begun()
+    left = pytest_plugin._look().keys() - before.keys()
+    pauses.end()
+    trimmed.get(timeout=60)
+    assert not left

@@ -28,9 +28,9 @@ from lifecycle import Lease, Payload, Session
 
 # Seconds for what is on its way out, such as a worker thread.
 _PATIENCE: Final = 1.0
-# Helpers of others that outlive their work on purpose: trio's idle threads, and
-# the process that multiprocessing starts once.
-_POOL: Final = "Trio thread "
+# Helpers that outlive their work on purpose: trio's idle threads, the one that gives
+# back memory for `Admission`, and the process that multiprocessing starts once.
+_POOLS: Final = ("Trio thread ", "lifecycle heap")
 _TRACKER: Final = "multiprocessing.resource_tracker"
 # By kind and by an identity that is never used twice, in words.
 _Found = dict[tuple[str, Hashable], str]
@@ -79,7 +79,7 @@ def _look() -> _Found:
     found: _Found = {
         ("thread", ref(thread)): repr(thread)
         for thread in threading.enumerate()
-        if not thread.name.startswith(_POOL)
+        if not thread.name.startswith(_POOLS)
     }
     for item in _objects():
         base = next(base for base in _JUDGES if isinstance(item, base))

@@ -17,10 +17,10 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.websockets import WebSocket, WebSocketState
 
-from lifecycle import CostTooLarge, Gate, GateClosed, Lease, Refused
+from lifecycle import CostTooLarge, GateClosed, Lease, Refused
 from lifecycle.events import Observer
 from lifecycle_asgi import resume
-from lifecycle_asgi.asgi_types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.asgi_types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.endpoint import ConnectionWatch
 from lifecycle_asgi.limits import BodyLimit
 from lifecycle_asgi.middleware import CLIENT_CLOSED_REQUEST, LifecycleMiddleware
@@ -140,7 +140,7 @@ def _response_to(refusal: Refused) -> Response:
 
 
 def admitted(
-    gate: Gate,
+    gate: AnyGate,
     *,
     cost: int | Callable[[HTTPConnection], int] = 0,
     slots: int = 1,
@@ -154,7 +154,7 @@ def admitted(
     request.
 
     Args:
-        gate: Admits the request.
+        gate: Admits the request; a `SharedGate` does, too.
         cost: Bytes, or a function that returns those of a request or WebSocket.
         slots: What it costs in slots.
     """
@@ -210,7 +210,8 @@ class ManagedResponse(StreamingResponse):
         stream: An async iterator, such as a generator or a `lifecycle.Stream`, or an
             iterator that blocks, which runs in a thread: see `lifecycle.in_thread`. The
             lease is kept until the thread has closed it, at its next item.
-        gate: Admits the response before the stream is asked for anything.
+        gate: Admits the response before the stream is asked for anything; a
+            `SharedGate` does, too.
         bytes: What the response costs there, in bytes.
         slots: What it costs there, in slots.
         options: Those of Starlette's ``StreamingResponse``.
@@ -225,7 +226,7 @@ class ManagedResponse(StreamingResponse):
         self,
         stream: AsyncIterator[Any] | Iterator[Any],
         *,
-        gate: Gate | None = None,
+        gate: AnyGate | None = None,
         bytes: int | None = None,  # noqa: A002 - as in `Gate.admit`
         slots: int | None = None,
         **options: Any,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import anyio
 import httpx
@@ -20,6 +22,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from lifecycle import Gate, GateFull, Lease, LifecycleError
+from lifecycle.shared import SharedGate
+from lifecycle_asgi.asgi_types import AnyGate
 from lifecycle_asgi.starlette import ManagedResponse, admitted, install
 
 pytestmark = pytest.mark.anyio
@@ -47,7 +51,7 @@ def length(connection: Any) -> int:
 class Decoder:
     """An application whose endpoints decode behind a gate."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: AnyGate) -> None:
         self.gate = gate
         self.decoded = 0
         self.app = FastAPI()
@@ -255,3 +259,20 @@ async def test_is_a_context_manager_for_starlette() -> None:
         gate.close()
         assert (await client.post(url, json="x")).status_code == 503
         held.release()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a shared gate needs Linux")
+async def test_takes_the_gate_of_all_workers(tmp_path: Path) -> None:
+    """A dependency and a response take a shared gate, for type checkers, too."""
+    gate = SharedGate(tmp_path / "gate", bytes=10, max_waiting=0)
+    decoder = Decoder(gate)
+    install(decoder.app)
+    async with serving(decoder.app) as port, httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{port}/"
+        for path in ("", "managed"):
+            answer = await client.post(url + path, json={"name": "x"})
+            assert answer.status_code == 413
+    assert gate.statistics().bytes_in_use == 0
+    gate.close()
+    assert get_type_hints(admitted)["gate"] == AnyGate
+    assert get_type_hints(ManagedResponse.__init__)["gate"] == AnyGate | None

@@ -251,7 +251,9 @@ async def test_ends_though_the_source_takes_back_more_than_its_own() -> None:
             task.uncancel()
 
     async def reader() -> None:
-        task.cancel()
+        this = asyncio.current_task()  # an eager one begins before it has a name
+        assert this is not None
+        this.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0)
         await read(stream, ended)

@@ -122,7 +122,7 @@ class Row:
             finally:
                 os.close(mapped)
         except BaseException:
-            os.close(self._lock)
+            self.close()
             raise
 
     @property

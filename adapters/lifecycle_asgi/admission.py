@@ -207,7 +207,6 @@ class Admission:
             profile = replace(profile, tensor_pixels=settings.tensor_pixels)
         self._price = price or self._estimate_media
         self._estimator = BodyEstimator(profile)
-        # Each event loop has its own: a limiter wakes no other, and is of one kind.
         self._estimating: RunVar[anyio.CapacityLimiter] = RunVar("lifecycle_estimating")
         self._answer = answer or _answer
         self._reading: set[BodyReader | Refusing] = set()
@@ -475,6 +474,7 @@ class Admission:
         def run() -> MemoryEstimate:
             return estimate(scope, box.take())
 
+        # Each event loop has its own: a limiter wakes no other, and is of one kind.
         limiter = self._estimating.get(None) or anyio.CapacityLimiter(1)
         self._estimating.set(limiter)
         return anyio.to_thread.run_sync(run, limiter=limiter)

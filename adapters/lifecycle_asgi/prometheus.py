@@ -262,11 +262,9 @@ def export(where: str | int) -> Metrics:
     return metrics
 
 
-def _listen_later(listen: Callable[[], object]) -> None:
+def _listen_later(listen: Callable[[], object]) -> object:
     """Take the port once the worker that has it has ended."""
-    taken = True
-    while taken:
+    while True:
         time.sleep(_SECONDS_TO_NEXT_TRY)
         with suppress(OSError):
-            listen()
-            taken = False
+            return listen()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from descriptors import descriptors_before, open_descriptors
-from shared_kit import wait_until
 
 from lifecycle.shared import rows
 from lifecycle.shared.rows import BYTES, EPOCH, IDENT, SLOTS, Capacity, Folder
@@ -492,34 +491,3 @@ def test_finds_the_dead_beside_a_locked_file_that_is_no_row(folder) -> None:
     assert [row.words[IDENT] for row in found] == [dead.words[IDENT]]
     for row in found:
         row.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_keeps_no_lock_in_a_child_that_was_forked_meanwhile(tmp_path) -> None:
-    """Another thread may fork while a worker joins, before its gate knows of a row."""
-    waiting, ending = os.pipe()
-    children = []
-
-    def lock_and_fork(descriptor: int) -> None:
-        rows.lock_for_life(descriptor)
-        child = os.fork()
-        if child == 0:
-            os.close(ending)
-            os.read(waiting, 1)
-            os._exit(0)
-        children.append(child)
-
-    joining, other = Folder(str(tmp_path / "f"), lock=lock_and_fork), None
-    try:
-        row = joining.join()
-        other = joining.row(row.words[IDENT])
-        assert other.alive
-        row.close()
-        wait_until(lambda: not other.alive)
-    finally:
-        os.close(ending)
-        os.close(waiting)
-        os.waitpid(*children, 0)
-        joining.close()
-        if other is not None:
-            other.close()

@@ -23,7 +23,6 @@ from websockets.exceptions import InvalidStatus
 
 from lifecycle import Gate, GateFull, Lease, LifecycleError
 from lifecycle.shared import SharedGate
-from lifecycle_asgi.asgi_types import AnyGate
 from lifecycle_asgi.starlette import ManagedResponse, admitted, install
 
 pytestmark = pytest.mark.anyio
@@ -51,7 +50,7 @@ def length(connection: Any) -> int:
 class Decoder:
     """An application whose endpoints decode behind a gate."""
 
-    def __init__(self, gate: AnyGate) -> None:
+    def __init__(self, gate: Gate | SharedGate) -> None:
         self.gate = gate
         self.decoded = 0
         self.app = FastAPI()
@@ -274,5 +273,5 @@ async def test_takes_the_gate_of_all_workers(tmp_path: Path) -> None:
             assert answer.status_code == 413
     assert gate.statistics().bytes_in_use == 0
     gate.close()
-    assert get_type_hints(admitted)["gate"] == AnyGate
-    assert get_type_hints(ManagedResponse.__init__)["gate"] == AnyGate | None
+    hints = [get_type_hints(it)["gate"] for it in (admitted, ManagedResponse.__init__)]
+    assert hints == [Gate | SharedGate, Gate | SharedGate | None]

@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-from weakref import WeakSet
 
 if sys.platform == "linux":  # pragma: no branch
     import fcntl
@@ -112,7 +111,6 @@ class Row:
                 # Written, and not only made long: on a full file system the first
                 # store into a hole of a mapping would kill the process.
                 os.pwrite(self._lock, bytes(_SIZE), 0)
-                _own.add(self)
                 make(self._lock)
             # By an open file of its own: a mapping keeps its file open, and with that
             # the lock, also in a forked child that has closed all it knows of.
@@ -457,17 +455,3 @@ def _is_locked(descriptor: int) -> bool:
     """Ask for a lock without taking it: to try it would look like life itself."""
     found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _LOCK)
     return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
-
-
-# To give up their locks after a fork, also where a worker is just about to join.
-_own: Final[WeakSet[Row]] = WeakSet()
-
-
-def _unlock_in_child() -> None:
-    """Close the child's copies, by which its parent would seem to live for as long."""
-    for row in list(_own):
-        row.close()
-
-
-if hasattr(os, "register_at_fork"):  # pragma: no branch
-    os.register_at_fork(after_in_child=_unlock_in_child)

@@ -343,6 +343,7 @@ class ZmqEngine(SupervisedEngine[ProcessInstance]):
 
     async def __aenter__(self) -> Self:
         """Begin to start the engine; `wait_ready` returns when it accepts requests."""
+        self._supervisor.check_new()
         if self._arena_bytes:
             self._arena = Arena(self._arena_bytes, kind=self._arena_kind)
         if self._uses_ipc:

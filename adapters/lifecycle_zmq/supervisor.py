@@ -328,6 +328,7 @@ class Supervisor(Generic[L]):
 
     def begin(self) -> None:
         """Call once in the event loop, before anything else."""
+        self.check_new()
         self._thread = threading.get_ident()
         self.changed = anyio.Event()
         self._retry = anyio.Event()
@@ -359,6 +360,11 @@ class Supervisor(Generic[L]):
                 "the engine belongs to the event loop that entered it; call it there, "
                 "such as by anyio.from_thread.run"
             )
+
+    def check_new(self) -> None:
+        """Raise `RuntimeError` if it was entered or closed before."""
+        if self._thread or self.closing:
+            raise RuntimeError("an engine runs once; make another one to enter")
 
     def check_entered(self) -> None:
         """Raise `RuntimeError` before `begin`: waiting would never end."""

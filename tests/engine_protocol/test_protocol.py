@@ -52,6 +52,17 @@ async def quiet(engine: Any, eventually: Any) -> dict[str, Any]:
     return status
 
 
+async def test_runs_once(make_engine: Any) -> None:
+    """Entered again, whether it runs or has ended, an engine says so at once."""
+    once = "runs once; make another one"
+    async with make_engine() as engine:
+        with pytest.raises(RuntimeError, match=once):
+            await engine.__aenter__()
+        await ready(engine)
+    with pytest.raises(RuntimeError, match=once):
+        await engine.__aenter__()
+
+
 async def test_streams_items_in_order_and_ends(make_engine: Any) -> None:
     """Items arrive once, in order; END returns when the engine has forgotten."""
     async with make_engine() as engine:

@@ -217,10 +217,11 @@ async def test_client_that_has_lost_its_engine_asks_no_more(
             while not fake_engine.pings:
                 await fake_engine.hear_all()
         client.mark_failed("stopped")
-        await fake_engine.hear_all()
-        before = fake_engine.pings
-        await fake_engine.hear_all()
-        assert fake_engine.pings == before
+        before = -1
+        with anyio.fail_after(20):  # a last one may be on its way
+            while before != fake_engine.pings:
+                before = fake_engine.pings
+                await fake_engine.hear_all()
 
 
 @pytest.mark.anyio

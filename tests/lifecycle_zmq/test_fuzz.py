@@ -44,7 +44,7 @@ def test_streams_with_descriptors_leave_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Mutated, cut, with too many, too few or odd ones: `ProtocolError`, and no leak."""
-    result: Any = load("fuzz_pair").fuzz(seed=20_261_122, seconds=3.0, frames=100_000)
+    result: Any = load("fuzz_pair").fuzz(seed=20_261_122, seconds=60.0, frames=40_000)
     with capsys.disabled():
         print(f"\n{result}")
     assert result.frames > 1_000

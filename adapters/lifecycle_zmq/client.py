@@ -558,10 +558,9 @@ class EngineClient:
         if not self.ready:
             raise self._lost_error()
         if not protocol.is_key(key) or key in self._table.keys:
-            message = (
-                "a stream key is Unicode of 1 to 256 characters that is not in use"
-            )
-            raise ValueError(f"{message}; this one has {len(str(key))}, choose another")
+            what = f"{len(key)} characters" if isinstance(key, str) else type(key)
+            message = "a stream key is Unicode of 1 to 256 characters, and not in use"
+            raise ValueError(f"{message}; got {what}, choose another")
         self._generation += 1
         state = StreamState(key, self._generation, self._window, self._sender.waiter)
         try:

@@ -255,3 +255,15 @@ async def test_says_what_an_item_may_be() -> None:
             with pytest.raises(EngineFailed, match="an item takes plain values only"):
                 await anext(stream)
             await engine.end("a")
+
+
+@pytest.mark.parametrize(
+    ("key", "got"), [(7, "<class 'int'>"), ("", "0 char"), ("x" * 257, "257 char")]
+)
+async def test_names_what_is_wrong_with_a_key(key: Any, got: str) -> None:
+    """The type where that is wrong, and the length where that is."""
+    async with ThreadEngine(Once) as engine:
+        with anyio.fail_after(60):
+            await engine.wait_ready()
+        with pytest.raises(ValueError, match=f"got {got}"):
+            await engine.start(key, {})

@@ -126,6 +126,11 @@ class _WithoutTypes(ast.NodeTransformer):
         node.annotation = ast.Constant(0)
         return self.generic_visit(node)
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        decorators = node.decorator_list
+        node.decorator_list = [it for it in decorators if ast.unparse(it) != "final"]
+        return self.generic_visit(node)
+
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.returns = None
         return self.generic_visit(node)

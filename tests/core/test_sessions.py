@@ -218,6 +218,18 @@ class TestIds:
             assert [session.key for session in got] == ["a#2"]
             assert_quiescent(sessions)
 
+    async def test_waits_for_the_end_of_no_other_id(self) -> None:
+        """Another session may take its time to end, whatever its id."""
+        ends = Ends()
+        async with SessionRegistry() as sessions:
+            with sessions.open("b") as session:
+                await session.start(nothing, end=ends)
+            for id_ in "ac":
+                with anyio.fail_after(60), await sessions.open_when_free(id_):
+                    assert not ends.done
+            ends.go_on.set()
+        assert ends.done
+
     def test_opens_nothing_when_it_waits_in_vain(self) -> None:
         """Cancelled while it waits for an id, it has opened nothing."""
 

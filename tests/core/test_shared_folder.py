@@ -78,6 +78,15 @@ def test_goes_on_beside_a_foreign_file(workers, kind, caplog) -> None:
         assert not told
 
 
+def test_needs_no_names_of_locks(workers, monkeypatch) -> None:
+    """A Python that was built for an old glibc has none, on a kernel with locks."""
+    for name in ("F_OFD_GETLK", "F_OFD_SETLK", "F_OFD_SETLKW"):
+        monkeypatch.delattr(fcntl, name, raising=False)
+    first, second = workers.two(slots=1)
+    admit_soon(second).release()
+    assert first.statistics().admitted == 1
+
+
 def test_keeps_what_a_worker_holds_whose_row_was_copied(workers) -> None:
     """The copy of a row is nobody's: its end is not that of the worker."""
     first = workers(slots=1)

@@ -58,6 +58,8 @@ log: Final = logging.getLogger("lifecycle")
 _NO_ROW: Final = FileNotFoundError, ValueError
 # A write lock on the whole file, as `struct flock` says it.
 _LOCK: Final = struct.pack("hhqqi4x", 1, os.SEEK_SET, 0, 0, 0)
+# A Python that was built for an old glibc, as uv's are, has no names for these.
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -82,7 +84,7 @@ class Capacity:
 
 def lock_for_life(descriptor: int) -> None:
     """Lock until the last of this open file is closed, as it is when a process ends."""
-    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK)
+    fcntl.fcntl(descriptor, _F_OFD_SETLK, _LOCK)
 
 
 class Row:
@@ -453,5 +455,5 @@ def count_on(words: list[int] | memoryview[int], dead: memoryview[int]) -> None:
 
 def _is_locked(descriptor: int) -> bool:
     """Ask for a lock without taking it: to try it would look like life itself."""
-    found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _LOCK)
+    found = fcntl.fcntl(descriptor, _F_OFD_GETLK, _LOCK)
     return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)

@@ -1,6 +1,7 @@
 """A shared gate in a folder that others touch: foreign files, no room, no folder."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -85,6 +86,19 @@ def test_needs_no_names_of_locks(workers, monkeypatch) -> None:
     first, second = workers.two(slots=1)
     admit_soon(second).release()
     assert first.statistics().admitted == 1
+
+
+def test_tells_that_there_are_no_locks(workers, monkeypatch) -> None:
+    """As in an old kernel, in some sandboxes and on some file systems."""
+
+    def has_none(*arguments):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    gate = workers(slots=1)
+    monkeypatch.setattr(fcntl, "fcntl", has_none)
+    with pytest.raises(OSError, match="needs locks of open files") as caught:
+        gate.try_admit()
+    assert caught.value.errno == errno.EINVAL
 
 
 def test_keeps_what_a_worker_holds_whose_row_was_copied(workers) -> None:

@@ -84,7 +84,11 @@ class Capacity:
 
 def lock_for_life(descriptor: int) -> None:
     """Lock until the last of this open file is closed, as it is when a process ends."""
-    fcntl.fcntl(descriptor, _F_OFD_SETLK, _LOCK)
+    try:
+        fcntl.fcntl(descriptor, _F_OFD_SETLK, _LOCK)
+    except OSError as error:  # of an old kernel, a sandbox or such a file system
+        what = "a shared gate needs locks of open files (OFD), and has none here"
+        raise OSError(error.errno, f"{error.strerror}: {what}") from None
 
 
 class Row:

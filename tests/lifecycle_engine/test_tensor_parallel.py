@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lifecycle_engine.config import (  # noqa: E402
 from lifecycle_engine.factory import make_app, worker_argv  # noqa: E402
 from lifecycle_engine.model.tensor_parallel import (  # noqa: E402
     HeadSplit,
+    _store,
     distributed_config,
 )
 from lifecycle_engine.worker import make_backend  # noqa: E402
@@ -73,6 +75,22 @@ def test_heads_that_cannot_be_split_are_refused(
     heads = f"{queries} query heads and {keys} key heads"
     with pytest.raises(ValueError, match=f"tp is {ranks}; .*{heads} .* {fits} ranks"):
         distributed_config(text(queries, keys), ranks)
+
+
+@pytest.mark.parametrize("lacks", [AttributeError, PermissionError])
+def test_ranks_meet_where_there_is_no_nameless_file(
+    lacks: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Python that was built for an old glibc has none, a sandbox may forbid it."""
+
+    def has_none(name: str) -> int:
+        raise lacks(name)
+
+    monkeypatch.setattr(os, "memfd_create", has_none, raising=False)
+    with ExitStack() as stack:
+        store = Path(_store(stack))
+        assert list(store.parent.iterdir()) == []
+    assert not store.parent.exists()
 
 
 def test_model_without_a_plan_is_refused() -> None:

@@ -181,12 +181,11 @@ def load_tensor_parallel(
 
 def _store(stack: contextlib.ExitStack) -> str:
     """Return the name of a file where the ranks meet."""
-    if sys.platform == "linux":  # left by no kill; open, as its number may be reused
-        store = f"/proc/{os.getpid()}/fd/{os.memfd_create('ranks')}"
-    else:
+    try:  # left by no kill; open, as its number may be reused
+        return f"/proc/{os.getpid()}/fd/{os.memfd_create('ranks')}"
+    except (AttributeError, OSError):  # a Python or a sandbox without
         folder = tempfile.TemporaryDirectory(prefix="lifecycle-ranks-")
-        store = str(Path(stack.enter_context(folder)) / "store")
-    return store
+        return str(Path(stack.enter_context(folder)) / "store")
 
 
 _OF_RANK_0 = ("max_batch", "buckets", "speculative", "draft_tokens")
@@ -222,7 +221,7 @@ def _start(rank: int, store: str, alike: dict[str, Any]) -> None:
         status = child.wait()
         sys.stderr.write(f"lifecycle-engine: rank {rank} ended with status {status}\n")
         sys.stderr.flush()
-        if sys.platform != "linux":
+        if not store.startswith("/proc/"):
             shutil.rmtree(Path(store).parent, ignore_errors=True)
         os._exit(EXIT_DEVICE_LOST)
 

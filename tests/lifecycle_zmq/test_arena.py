@@ -403,6 +403,16 @@ def test_full_shared_memory_is_an_error_and_no_signal() -> None:
     assert _left() == before
 
 
+def test_missing_memfd_is_an_error_of_the_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Named, it is wanted; by default there is other memory."""
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(OSError, match="has no memfd"):
+        Arena(SIZE, kind="memfd")
+    Arena(SIZE).close()
+
+
 def test_descriptors_and_names_return_to_baseline() -> None:
     """Nothing is left in the process or in /dev/shm (`law 8`)."""
     before = _left(descriptors_before)

@@ -43,6 +43,15 @@ import sys
 sys.maxsize = 2**31 - 1
 """,
 }
+SEALED = """
+import fcntl
+for name in [it for it in dir(fcntl) if "SEAL" in it]:
+    delattr(fcntl, name)
+from lifecycle_zmq.shared_memory import memfd
+print(memfd.create(2**16).kind)
+tensors = memfd.unpack(memfd.pack([memoryview(b"ab")]), [2])
+print(memfd.SUPPORTED, bytes(tensors[0]))
+"""
 PROGRAM = """
 import ctypes, os, sys
 import anyio
@@ -99,3 +108,16 @@ def test_engine_serves_and_is_replaced_on_other_systems(
         check=False,
     )
     assert (done.stdout, done.returncode) == ("killed\n", 0), done.stderr
+
+
+def test_seals_memory_without_names_of_seals(environment: dict[str, str]) -> None:
+    """A Python that was built for an old glibc has none, on a kernel with seals."""
+    done = subprocess.run(
+        [sys.executable, "-c", SEALED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("memfd\nTrue b'ab'\n", "")

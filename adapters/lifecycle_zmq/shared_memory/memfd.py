@@ -56,7 +56,7 @@ def create(size: int, kind: ArenaKind | None = None) -> MappedMemory:
     if kind is None:
         try:
             return create(size, "memfd")
-        except (AttributeError, OSError):  # unsupported, or forbidden by a sandbox
+        except OSError:  # unsupported, or forbidden by a sandbox
             return create(size, "shm")
     if kind == "frames":
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -68,7 +68,7 @@ def create(size: int, kind: ArenaKind | None = None) -> MappedMemory:
         _reserve(descriptor, size, kind)
         mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
         if kind == "memfd":
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(descriptor)
         raise
@@ -96,13 +96,20 @@ def map_inherited(descriptor: int, *, writable: bool = False) -> mmap.mmap:
     return _exclude_from_core(mapping)
 
 
-if hasattr(fcntl, "F_SEAL_SHRINK"):
-    # Neither side can truncate what the other one reads.
-    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# A Python that was built for an old glibc, as uv's are, has no names for these.
+_F_ADD_SEALS: int = getattr(fcntl, "F_ADD_SEALS", 1033)
+_F_GET_SEALS: int = getattr(fcntl, "F_GET_SEALS", 1034)
+# F_SEAL_SEAL, _SHRINK and _GROW: neither side can truncate what the other one reads.
+_SEALS = 1 | 2 | 4
+_TENSOR_SEALS = _SEALS | 8  # F_SEAL_WRITE
 
 
 def _memfd() -> int:
-    return os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        return os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except AttributeError:
+        what = "this system, or this build of Python, has no memfd"
+        raise OSError(errno.ENOSYS, what) from None
 
 
 def _anonymous_shm() -> int:
@@ -137,11 +144,7 @@ _ALIGNMENT = 64
 # One call writes at most 2 GiB less a page.
 _MAX_WRITE = 2**30
 _FAILED = ctypes.c_void_p(-1).value
-SUPPORTED = hasattr(os, "memfd_create") and hasattr(fcntl, "F_SEAL_WRITE")
-if SUPPORTED:
-    _TENSOR_SEALS = (
-        fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-    )
+SUPPORTED = hasattr(os, "memfd_create")
 
 
 def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
@@ -173,7 +176,7 @@ def pack(tensors: Sequence[memoryview]) -> int | None:
     try:
         for tensor, at in zip(tensors, layout(map(len, tensors))[0], strict=True):
             _write(descriptor, tensor, at)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _TENSOR_SEALS)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _TENSOR_SEALS)
     except OSError as error:
         os.close(descriptor)
         check_address(error)
@@ -245,7 +248,7 @@ def unpack(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
 
 def _open(descriptor: int, sizes: Sequence[int]) -> tuple[_MappedTensors, list[int]]:
     offsets, size = layout(sizes)
-    seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
     there = os.fstat(descriptor).st_size
     if seals & _TENSOR_SEALS != _TENSOR_SEALS or not size or there != size:
         raise ProtocolError("the memory of tensors is not sealed, or of wrong size")

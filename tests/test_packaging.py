@@ -56,6 +56,24 @@ sys.meta_path.insert(0, Wall())
 import lifecycle, lifecycle_asgi
 """
 
+# As on Windows: without what is of POSIX.
+ELSEWHERE = """
+import select, socket, sys
+import anyio, asyncio, trio
+sys.platform = "win32"
+for name in ("fcntl", "resource"):
+    sys.modules[name] = None
+for name in [it for it in dir(select) if "poll" in it.lower()]:
+    delattr(select, name)
+del socket.AF_UNIX
+import lifecycle, lifecycle_asgi
+from lifecycle.shared import SharedGate
+try:
+    SharedGate("folder", slots=1)
+except NotImplementedError as error:
+    print(error)
+"""
+
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a fresh interpreter."""
@@ -72,6 +90,13 @@ def test_imports_core_without_any_extra() -> None:
     """The core and the ASGI adapter need anyio and nothing else."""
     done = run("-c", ALONE)
     assert done.returncode == 0, done.stderr
+
+
+def test_imports_core_and_middleware_without_posix() -> None:
+    """Where a gate cannot be shared and nothing is watched, the rest works."""
+    completed = run("-c", ELSEWHERE)
+    assert completed.returncode == 0, completed.stderr
+    assert "a SharedGate needs Linux, not win32" in completed.stdout
 
 
 @pytest.mark.parametrize(

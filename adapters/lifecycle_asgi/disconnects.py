@@ -38,7 +38,7 @@ _FREE_BYTES: Final = 65536
 # Chunk headers, and what the kernel needs beside the data.
 _SLACK_BYTES: Final = 65536
 _INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
-_LOST: Final = select.POLLHUP | select.POLLERR | select.POLLNVAL
+_LOST: Final = sum(getattr(select, f"POLL{it}", 0) for it in ("HUP", "ERR", "NVAL"))
 _END: Final = getattr(select, "POLLRDHUP", 0)
 _MAX_EVENTS: Final = 256
 # The last of these bytes is kept for the response.

@@ -47,7 +47,7 @@ _BACKLOG: Final = 1024
 # that does not listen: if this worker was elected, they lead by then.
 _AGAIN: Final = 1.0
 
-_UNIX_SOCKET: Final = partial(socket.socket, socket.AF_UNIX)
+_UNIX_SOCKET: Final = partial(socket.socket, getattr(socket, "AF_UNIX", -1))
 
 _REFUSALS: Final[dict[str, type[Refused]]] = {
     each.__name__: each

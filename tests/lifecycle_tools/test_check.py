@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import functools
 import gc
 import itertools
 import json
+import os
 import resource
 import shlex
 import socket
@@ -371,8 +373,20 @@ def test_uploads_are_as_long_as_they_say():
         assert seen == [0]
 
 
-def test_slow_readers_keep_a_server_from_sending():
+class SocketOfMacOS(socket.socket):
+    """A socket that takes no larger segments than are the default there."""
+
+    def setsockopt(self, level, name, value):
+        """Set an option."""
+        if (level, name) == (socket.IPPROTO_TCP, socket.TCP_MAXSEG) and value > 512:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        super().setsockopt(level, name, value)
+
+
+@pytest.mark.parametrize("kind", [socket.socket, SocketOfMacOS])
+def test_slow_readers_keep_a_server_from_sending(kind, monkeypatch):
     """In megabytes of buffers, a whole stream would be gone at once."""
+    monkeypatch.setattr(socket, "socket", kind)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Address.parse(f"http://127.0.0.1:{server.getsockname()[1]}")
         with address.connect_narrow(), server.accept()[0] as connection:

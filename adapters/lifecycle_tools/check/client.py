@@ -123,7 +123,7 @@ class Address:
             raw = socket.socket(family, kind)
             raw.settimeout(5.0)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 512)  # macOS's most
             with suppress(OSError):
                 raw.connect(place)
                 if self.tls:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import subprocess
 import sys
@@ -97,6 +99,21 @@ def test_finds_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = found("open files")
     assert finding.state == "note"
     assert finding.remedy == "ulimit -n 4096"
+
+
+@pytest.mark.parametrize(
+    ("call", "what"), [("memfd_create", "memfd"), ("pidfd_open", "pidfd")]
+)
+def test_finds_what_a_kernel_lacks(
+    call: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python has a function for it all the same."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, call, refuse, raising=False)
+    assert (found(what).state, found(what).found) == ("note", "not on this system")
 
 
 def test_finds_a_folder_too_long_for_sockets(

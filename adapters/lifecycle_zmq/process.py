@@ -369,7 +369,7 @@ def _prefer_for_oom_kill(pid: int) -> None:
 def _count_oom_kills() -> int:
     """Return how often the kernel ran out of memory for our cgroup; 0 if unknown."""
     try:
-        groups = Path("/proc/self/cgroup").read_text()
+        groups = Path("/proc/self/cgroup").read_text("utf-8", "surrogateescape")
         counts = _memory_file(groups).read_text()
     except OSError:
         return 0

@@ -312,6 +312,7 @@ def test_engine_that_uses_all_memory_is_lost_as_oom(
     [
         ("0::/unit\n", "unit/memory.events", 2),
         ("0::/\n", "memory.events", 2),
+        ("0::/caf\udce9\n", "caf\udce9/memory.events", 2),  # names are any bytes
         ("3:cpu,cpuacct:/x\n2:memory:/old\n0::/\n", "memory/old/memory.oom_control", 2),
         ("1:cpu:/unit\n", "unit/memory.events", 0),
         ("0::/gone\n", "unit/memory.events", 0),
@@ -323,7 +324,7 @@ def test_oom_kills_are_read_from_the_group(
     """The counter of our own cgroup, of either version; without one it is 0 (`fault-25`)."""
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text("oom 3\noom_kill_disable 0\noom_kill 2\n")
-    (tmp_path / "groups").write_text(groups)
+    (tmp_path / "groups").write_text(groups, "utf-8", "surrogateescape")
     places = {"/proc/self/cgroup": tmp_path / "groups", "/sys/fs/cgroup": tmp_path}
 
     def place(first: str, *rest: str) -> Path:

@@ -558,7 +558,8 @@ class EngineClient:
         if not self.ready:
             raise self._lost_error()
         if not protocol.is_key(key) or key in self._table.keys:
-            what = f"{len(key)} characters" if isinstance(key, str) else type(key)
+            kind: type = type(key)
+            what = f"{len(key)} characters" if kind is str else kind
             message = "a stream key is Unicode of 1 to 256 characters, and not in use"
             raise ValueError(f"{message}; got {what}, choose another")
         self._generation += 1

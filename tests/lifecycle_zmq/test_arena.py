@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import random
+import resource
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from descriptors import descriptors_before, open_descriptors
 
 from lifecycle import CostTooLarge, Gate, GateFull, Refused
 from lifecycle_zmq import Arena, ArenaFull, EncodeError
+from lifecycle_zmq.shared_memory import memfd
 
 PAGE = 4096
 SIZE = 64 * PAGE
@@ -411,6 +413,27 @@ def test_missing_memfd_is_an_error_of_the_system(
     with pytest.raises(OSError, match="has no memfd"):
         Arena(SIZE, kind="memfd")
     Arena(SIZE).close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "remedy"),
+    [(resource.RLIMIT_AS, "ulimit -v"), (resource.RLIMIT_FSIZE, "ulimit -f")],
+)
+def test_names_the_limit_of_the_process_that_an_arena_exceeds(
+    limit: int, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And takes no memory in /dev/shm, where nothing is released before it fails."""
+    monkeypatch.delattr(memfd, "_anonymous_shm")
+    before = _left(descriptors_before)
+    soft, hard = resource.getrlimit(limit)
+    size = 2**45  # more than a test's process can have mapped
+    resource.setrlimit(limit, (size - PAGE, hard))
+    try:
+        with pytest.raises(OSError, match=f"{size} bytes: .*{remedy}.*, or lower"):
+            Arena(size)
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+    assert _left() == before
 
 
 def test_descriptors_and_names_return_to_baseline() -> None:

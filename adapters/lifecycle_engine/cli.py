@@ -390,6 +390,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str | None = None) -> 
     # what runs just then, and from a callback of a weak reference it would be lost.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _open_closed_streams()
     try:
         cli(arguments, prog_name=name, obj=_OWN_PROCESS)
     except ImportError as error:
@@ -407,6 +408,18 @@ def main(arguments: Sequence[str] | None = None, *, name: str | None = None) -> 
         sys.stderr.flush()
         # As in the worker: by now everything has been closed in order.
         os._exit(end.code or 0)
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started without them the standard streams.
+
+    uvicorn asks them whether they are terminals; and a socket would get the number of
+    one, to which a C library may write.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the lowest free number is then its own
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115, PTH123
+            setattr(sys, name, stream)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 from http_kit import ENV, answer_to, encoded, post, user
+from ports import free_port
 
 from lifecycle_engine import ServerConfig
 from lifecycle_engine.cli import reporting_failures
@@ -97,6 +99,27 @@ async def test_is_silent_while_nothing_fails() -> None:
     told, errors = await outputs(ask=ask)
     assert errors == ""
     assert CANARY not in told
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+async def test_serves_without_the_standard_streams(closed: str) -> None:
+    """As of a service manager that gives it none; the exit status is the same."""
+    port, status = free_port(), 0
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *CLI, "--port", str(port)]
+    process = await asyncio.create_subprocess_exec(*shell, env=ENV)
+    try:
+        async with asyncio.timeout(120):
+            while status != 200 and process.returncode is None:
+                await asyncio.sleep(0.1)
+                with contextlib.suppress(OSError):
+                    status = (await answer_to(port, body()))[0]
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+            assert (status, await process.wait()) == (200, 0)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 @pytest.mark.parametrize("proxy", [None, "10.9.9.9", "127.0.0.1"])

@@ -1,10 +1,15 @@
 """What clients are sent when the upstream fails, or when the proxy refuses."""
 
 import asyncio
+import contextlib
 import gc
 import json
+import os
+import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 
 import anyio
@@ -14,6 +19,7 @@ from ports import free_port
 from proxy_kit import HEAD_END, Peer, raw_upstream, running_proxy
 
 from lifecycle_tools.proxy import Proxy, ProxyTimeouts, Upstream
+from lifecycle_tools.proxy.connection import UpstreamError
 
 CHAT = (
     b"%s /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
@@ -34,6 +40,80 @@ async def test_sends_502_when_upstream_refuses(tmp_path):
         assert head.startswith(b"HTTP/1.1 502")
         assert json.loads(body)["error"]["code"] == "upstream_unavailable"
         assert "POST /v1/chat/completions: 502: The upstream refuses" in proxy.log()
+
+
+@pytest.mark.asyncio
+async def test_says_why_there_is_no_connection(tmp_path):
+    """Not every error is a refusal: a name, a certificate, a limit of the proxy."""
+    async with running_proxy("http://a.invalid", tmp_path) as proxy:
+        head, body = await proxy.ask(POST)
+        assert head.startswith(b"HTTP/1.1 502")
+        assert b"No connection to the upstream: " in body
+        assert b"refuses" not in body
+
+
+def test_says_which_limit_leaves_no_connection():
+    """Without a descriptor for it, the message names the limit."""
+    upstream = Upstream(f"http://localhost:{free_port()}")
+    taken = []
+
+    async def connect():
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            await upstream.connect()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for number in taken:
+                os.close(number)
+
+    with pytest.raises(UpstreamError, match="Too many open files; raise .*ulimit -n"):
+        anyio.run(connect)
+
+
+@pytest.mark.parametrize(
+    ("listen", "words"),
+    [
+        (["--host", "a.invalid"], "--host a.invalid: "),
+        (["--port", "65536"], "65535"),
+        (["--uds", "/" + 200 * "a"], "path too long; give another"),
+    ],
+)
+def test_refuses_an_address_that_it_cannot_listen_on(listen, words):
+    """In a line that names it, before anything listens."""
+    done = run_command(*listen)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+
+
+def test_takes_no_socket_from_a_server_that_listens(tmp_path):
+    """A second proxy at the same path ends; after a crash the path is taken over."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as first:
+        first.bind(str(path))
+        first.listen()
+        inode = path.stat().st_ino
+        done = run_command("--uds", str(path))
+    assert done.returncode == 2, done.stderr
+    assert "a server listens there" in " ".join(done.stderr.split())
+    assert path.stat().st_ino == inode
+
+
+def run_command(*options):
+    """Run a proxy that ends by itself."""
+    command = "from lifecycle_tools import main; main()"
+    arguments = ["proxy", "--upstream", "http://127.0.0.1:9", *options]
+    return subprocess.run(
+        [sys.executable, "-c", command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "COLUMNS": "1000"},
+    )
 
 
 @pytest.mark.asyncio

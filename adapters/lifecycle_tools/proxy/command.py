@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
@@ -31,7 +33,7 @@ MaxConnectionsOption = Annotated[
     ),
 ]
 HostOption = Annotated[str, _listen(help="Address.")]
-PortOption = Annotated[int, _listen(help="Port.")]
+PortOption = Annotated[int, _listen(min=0, max=65535, help="Port.")]
 UdsOption = Annotated[str | None, _listen(help="Path of a unix socket instead.")]
 HealthPathOption = Annotated[
     str | None, _listen(help="A path that the proxy answers itself, with 200.")
@@ -126,6 +128,7 @@ def proxy(
             idle=idle_timeout,
             keep_alive=upstream_keep_alive,
         )
+        _check_listener(host, port, uds)
         app = create_app(
             Upstream(upstream, timeouts=timeouts, max_connections=max_connections),
             keep_host=keep_host,
@@ -145,6 +148,27 @@ def proxy(
         max_message=max_message,
         ping_timeout=idle_timeout,
     )
+
+
+def _check_listener(host: str, port: int, uds: str | None) -> None:
+    """Raise `ValueError` for a host without address, or the socket of another server.
+
+    uvicorn takes the path away from a server that listens there, which then runs on
+    without clients, and of a host it shows no name.
+    """
+    try:
+        if uds is None:
+            socket.getaddrinfo(host, port)
+            return
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)  # the server may accept no one
+            taken = probe.connect_ex(uds) in (0, errno.EAGAIN)
+    except OSError as error:
+        what = f"--host {host}" if uds is None else f"--uds {uds}"
+        why = error.strerror or str(error)
+        raise ValueError(f"{what}: {why}; give another") from None
+    if taken:
+        raise ValueError(f"--uds {uds}: a server listens there; stop it first")
 
 
 def run(arguments: Sequence[str]) -> None:

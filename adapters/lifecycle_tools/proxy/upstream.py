@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 import ssl
 from collections import deque
 from dataclasses import dataclass
@@ -141,8 +144,8 @@ class Upstream:
             seconds = self.timeouts.connect
             text = f"The upstream took no connection within {seconds:g} s"
             raise UpstreamTimeout(text) from None
-        except OSError:
-            raise UpstreamError("The upstream refuses connections") from None
+        except OSError as error:
+            raise UpstreamError(_why(error)) from None
 
     async def _open(self) -> ByteStream:
         if self._socket_path:
@@ -202,3 +205,17 @@ class Upstream:
         idle, latest = self._unused(), anyio.current_time() - seconds
         while idle and idle[0].idle_since <= latest:
             await idle.popleft().aclose()
+
+
+def _why(error: OSError) -> str:
+    """Say why there is no connection, for the log and for clients: no address."""
+    cause: object = error.__cause__ or error
+    if isinstance(cause, ExceptionGroup):  # of several addresses
+        cause = cause.exceptions[0]
+    if isinstance(cause, socket.gaierror | ssl.SSLError):
+        return f"No connection to the upstream: {cause.strerror}"
+    number = cause.errno if isinstance(cause, OSError) else None
+    if number in (None, errno.ECONNREFUSED):
+        return "The upstream refuses connections"
+    remedy = "; raise the limit (ulimit -n)" if number == errno.EMFILE else ""
+    return f"No connection to the upstream: {os.strerror(number)}{remedy}"

@@ -546,6 +546,8 @@ def test_endpoint_carries_the_descriptors() -> None:
     """One word on the command line tells all that the engine inherits."""
     descriptors = {"listener": 5, "liveness": 6}
     endpoint = endpoints.join("ipc:///tmp/x/engine", descriptors)
+    odd = endpoints.join("ipc:///tmp/x?y=z/engine", descriptors)
+    assert endpoints.split(odd) == ("ipc:///tmp/x?y=z/engine", descriptors)
     assert endpoint == "ipc:///tmp/x/engine?listener=5&liveness=6"
     assert endpoints.split(endpoint) == ("ipc:///tmp/x/engine", descriptors)
     plain = "ipc:///tmp/x/engine"

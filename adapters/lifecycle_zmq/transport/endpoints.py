@@ -28,7 +28,10 @@ def join(address: str, descriptors: dict[str, int]) -> str:
 
 def split(endpoint: str) -> tuple[str, dict[str, int]]:
     """Return address and descriptors of an endpoint; the reverse of `join`."""
-    address, _, query = endpoint.partition("?")
+    # The last mark: a directory may have one in its name.
+    address, mark, query = endpoint.rpartition("?")
+    if not mark:
+        return endpoint, {}
     return address, {name: int(value) for name, value in parse_qsl(query)}
 
 

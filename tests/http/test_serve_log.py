@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -172,3 +173,15 @@ async def test_tells_why_there_is_no_engine(capsys: pytest.CaptureFixture[str]) 
         sys.exit(3)
     assert caught.value.exit_code == 1
     assert capsys.readouterr().err == "the engine did not start: no room\n"
+
+
+async def test_blames_no_address_for_a_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Out of descriptors, any file can be the one that is not opened."""
+    service: Any = SimpleNamespace(failure=None)
+    error = OSError(errno.EMFILE, "Too many open files", "off.py")
+    with pytest.raises(typer.Exit), reporting_failures(service, ServerConfig()):
+        raise error
+    said = capsys.readouterr().err
+    assert said == "cannot start: Too many open files; raise the limit (ulimit -n)\n"

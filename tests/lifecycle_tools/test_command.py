@@ -83,3 +83,18 @@ def test_proxy_starts_with_no_metrics_that_nobody_finds(monkeypatch) -> None:
     done = run(MAIN, "proxy", *options)
     assert done.returncode == 2, done.stderr
     assert "LIFECYCLE_METRICS must be a port" in " ".join(done.stderr.split())
+
+
+def test_top_needs_a_terminal() -> None:
+    """In a job without one it ends, where nobody could press a key."""
+    done = run(MAIN, "top", "http://127.0.0.1:9")
+    assert done.returncode == 2
+    assert "needs a terminal" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_top_ends_without_standard_streams() -> None:
+    """As of a service manager that gives it none."""
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", MAIN]
+    done = subprocess.run([*closed, "top"], timeout=60, check=False)
+    assert done.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -169,5 +170,15 @@ def run(url: str, *, key: str | None = None, cacert: Path | None = None) -> None
         url: As of `Viewer`.
         key: As of `Viewer`.
         cacert: As of `Viewer`.
+
+    Raises:
+        SystemExit: There is no terminal; the status is 2.
     """
+    # textual reads keys from the one and draws on the other, and waits for ever.
+    streams = (sys.__stdin__, sys.__stderr__)
+    if not all(it is not None and it.isatty() for it in streams):
+        words = "lifecycle top needs a terminal as standard input and standard error"
+        if sys.stderr is not None:
+            sys.stderr.write(f"{words}; without one, read /_lifecycle in a browser\n")
+        raise SystemExit(2)
     Top(Viewer(url, key=key, cacert=cacert)).run()

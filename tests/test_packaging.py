@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,23 @@ def test_lists_what_it_brings_along_and_no_tool_of_ours() -> None:
     needs = {it["ref"]: it["dependsOn"] for it in bill["dependencies"]}
     assert set(needs) == known
     assert known == known.union(*needs.values())
+
+
+def test_reads_its_files_from_a_zip(tmp_path: Path) -> None:
+    """As `zipapp` and other tools pack an application with its libraries."""
+    archive = tmp_path / "all.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for package in PACKAGES:
+            for file in (ROOT / package).rglob("*.*"):
+                if file.suffix in (".py", ".html"):
+                    packed.write(file, file.relative_to((ROOT / package).parent))
+    code = "import lifecycle_asgi as it; print(it.__file__); it.LiveView(None)"
+    script = f"import sys; sys.path.insert(0, {str(archive)!r}); {code}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(str(archive))
 
 
 def test_leaves_tools_of_the_checkout_out_of_the_wheel() -> None:

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from importlib.resources import files
 from typing import Any, Final
 from weakref import ref
 
@@ -36,7 +36,8 @@ from lifecycle_asgi.live_snapshot import (
 from lifecycle_asgi.live_warnings import WarningLimits
 from lifecycle_asgi.responses import send_response
 
-_PAGE: Final = Path(__file__).with_name("live_view.html")
+# Also from a zip file, as zipapp makes one.
+_PAGE: Final = files("lifecycle_asgi").joinpath("live_view.html")
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 # Behind a proxy on the same machine, every client has its address.
 _FORWARDED: Final = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pkgutil import resolve_name
 
 import anyio
 import pytest
@@ -19,7 +20,6 @@ from ports import free_port
 from proxy_kit import HEAD_END, Peer, raw_upstream, running_proxy
 
 from lifecycle_tools.proxy import Proxy, ProxyTimeouts, Upstream
-from lifecycle_tools.proxy.connection import UpstreamError
 
 CHAT = (
     b"%s /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
@@ -54,7 +54,8 @@ async def test_says_why_there_is_no_connection(tmp_path):
 
 def test_says_which_limit_leaves_no_connection():
     """Without a descriptor for it, the message names the limit."""
-    upstream = Upstream(f"http://localhost:{free_port()}")
+    error = resolve_name("lifecycle_tools.proxy.connection:UpstreamError")
+    upstream = Upstream(f"http://127.0.0.1:{free_port()}")
     taken = []
 
     async def connect():
@@ -70,7 +71,7 @@ def test_says_which_limit_leaves_no_connection():
             for number in taken:
                 os.close(number)
 
-    with pytest.raises(UpstreamError, match="Too many open files; raise .*ulimit -n"):
+    with pytest.raises(error, match="Too many open files; raise .*ulimit -n"):
         anyio.run(connect)
 
 

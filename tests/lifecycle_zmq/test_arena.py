@@ -21,7 +21,6 @@ from descriptors import descriptors_before, open_descriptors
 
 from lifecycle import CostTooLarge, Gate, GateFull, Refused
 from lifecycle_zmq import Arena, ArenaFull, EncodeError
-from lifecycle_zmq.shared_memory import memfd
 
 PAGE = 4096
 SIZE = 64 * PAGE
@@ -423,7 +422,7 @@ def test_names_the_limit_of_the_process_that_an_arena_exceeds(
     limit: int, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And takes no memory in /dev/shm, where nothing is released before it fails."""
-    monkeypatch.delattr(memfd, "_anonymous_shm")
+    monkeypatch.delattr("lifecycle_zmq.shared_memory.memfd._anonymous_shm")
     before = _left(descriptors_before)
     soft, hard = resource.getrlimit(limit)
     size = 2**45  # more than a test's process can have mapped

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import struct
 import sys
@@ -99,6 +100,32 @@ def test_tells_that_there_are_no_locks(workers, monkeypatch) -> None:
     with pytest.raises(OSError, match="needs locks of open files") as caught:
         gate.try_admit()
     assert caught.value.errno == errno.EINVAL
+
+
+def test_names_the_folder_that_a_worker_cannot_join(workers) -> None:
+    """A row is written whole, so that a full file system is told of at once."""
+    gate = workers(slots=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="cannot join the shared gate: it") as caught:
+            gate.try_admit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(workers.folder)
+    assert list(workers.folder.iterdir()) == []
+    admit_soon(gate).release()
+
+
+def test_tells_the_same_of_a_folder_that_became_another(workers) -> None:
+    """The error says what the folder is for, and nothing else."""
+    gate = workers(slots=1)
+    workers.folder.rmdir()
+    workers.folder.write_text("")
+    with pytest.raises(OSError, match="it is to be a shared gate's folder") as caught:
+        gate.try_admit()
+    assert "cannot join" not in str(caught.value)
 
 
 def test_keeps_what_a_worker_holds_whose_row_was_copied(workers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
@@ -59,6 +60,8 @@ Ts = TypeVarTuple("Ts")
 _MOST: Final = 2**56
 # Seconds that a request whose `max_wait` went by waits for the leader to say so.
 _ANSWER: Final = 0.25
+# Of a file system, of a process and of a host.
+_NO_ROOM: Final = (errno.ENOSPC, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 
 
 class _ThreadWaiter:
@@ -295,9 +298,16 @@ class SharedGate(Grantor):
         if self._member is not None or self.closed:
             return None
         self._capacity = Capacity(time.monotonic_ns(), *self._capacity.limits)
-        member = Member(
-            self.folder, self.name, self._capacity, self._lock, self._engine
-        )
+        try:
+            member = Member(
+                self.folder, self.name, self._capacity, self._lock, self._engine
+            )
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            what = f"{error.strerror}; this worker cannot join the shared gate"
+            how = "it needs a file and a few descriptors"
+            raise OSError(error.errno, f"{what}: {how}", self.folder) from None
         try:
             member.loop.start()
         except BaseException:  # no more threads: the next request tries again

@@ -6,14 +6,9 @@ many requests there are, and no label can contain data of a request.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import threading
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 try:
@@ -60,7 +55,6 @@ _SECONDS: Final = tuple(0.01 * 2**i for i in range(14))
 _TOKEN_SECONDS: Final = tuple(0.001 * 2**i for i in range(14))
 _ITEMS: Final = tuple(4**i for i in range(8))
 _RATIOS: Final = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0)
-_SECONDS_TO_NEXT_TRY: Final = 5.0
 
 __all__ = ("Metrics",)
 
@@ -248,23 +242,11 @@ def export(where: str | int) -> Metrics:
             )
         return metrics
     host, _, port = str(where).rpartition(":")
-    host = host.strip("[]") or "127.0.0.1"  # an IPv6 address may have brackets
-    listen = partial(start_http_server, int(port), host, registry=metrics.registry)
     try:
-        listen()
+        host = host.strip("[]") or "127.0.0.1"  # an IPv6 address may have brackets
+        start_http_server(int(port), host, registry=metrics.registry)
     except (OSError, UnicodeError) as error:  # a host may be no name at all
         # The server is not to end for it: another worker may have the port.
         why = getattr(error, "strerror", None) or error
         log.warning("Admission: no metrics at %s: %s", where, why)
-        if getattr(error, "errno", None) == errno.EADDRINUSE:
-            run = partial(_listen_later, listen)
-            threading.Thread(target=run, name="lifecycle metrics", daemon=True).start()
     return metrics
-
-
-def _listen_later(listen: Callable[[], object]) -> object:
-    """Take the port once the worker that has it has ended."""
-    while True:
-        time.sleep(_SECONDS_TO_NEXT_TRY)
-        with suppress(OSError):
-            return listen()

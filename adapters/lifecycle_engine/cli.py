@@ -329,7 +329,7 @@ def reporting_failures(service: Service, config: ServerConfig) -> Iterator[None]
             f"({port}): {error.strerror or error}; choose another port, 0 for a free "
             f"one, or another host"
         )
-        if error.errno in (errno.EMFILE, errno.ENFILE):  # of anything that starts
+        if error.errno == errno.EMFILE:  # of anything that starts
             message = f"cannot start: {error.strerror}; raise the limit (ulimit -n)"
         elif error.filename is not None:  # of the operator's listener
             admin = config.source_of("http.admin_listen")

@@ -107,8 +107,11 @@ class RayEngine:
 
         Raises:
             ConnectionError: No cluster answers at that address.
+            RuntimeError: The engine was entered or closed before.
             ValueError: It is the address of a Ray client server, ``ray://``.
         """
+        for replica in self._replicas:  # before it takes seconds to join
+            replica.check_new()
         async with AsyncExitStack() as stack:
             joined: list[Callable[[], None]] = []
             given_up = threading.Event()

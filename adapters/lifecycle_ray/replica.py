@@ -368,6 +368,10 @@ class Replica(SupervisedEngine["ActorInstance"]):
         current = self._supervisor.current
         return current.place if current is not None and self.ready else {}
 
+    def check_new(self) -> None:
+        """Raise `RuntimeError` if it was entered or closed before."""
+        self._supervisor.check_new()
+
     def check(self) -> None:
         """Raise `RuntimeError` if it is not entered, or in another thread."""
         self._supervisor.check_entered()

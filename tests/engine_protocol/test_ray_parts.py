@@ -356,6 +356,18 @@ def test_fails_in_time_when_cluster_never_answers(
     answered.set()
 
 
+@pytest.mark.anyio
+async def test_joins_no_cluster_for_an_engine_that_was_entered(monkeypatch) -> None:
+    """To join takes seconds, or fails for another reason."""
+    joined = []
+    monkeypatch.setattr(engine, "join_cluster", lambda *_: joined.append(1))
+    once = engine.RayEngine("package:name", replicas=2)
+    once.close()
+    with pytest.raises(RuntimeError, match="runs once"):
+        await once.__aenter__()
+    assert joined == []
+
+
 @pytest.mark.asyncio
 async def test_leaves_the_cluster_that_nobody_waited_for(monkeypatch) -> None:
     """A cancellation of asyncio ends the wait, and not the thread that joins."""

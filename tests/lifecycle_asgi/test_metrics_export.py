@@ -8,10 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,21 +110,6 @@ def test_says_which_metrics_are_not_there(tmp_path: Path) -> None:
     warning = f"Admission: no metrics at {port}: Address already in use"
     assert warning in "".join(second)
     assert warning not in "".join(said)
-
-
-def test_takes_the_port_of_a_worker_that_has_ended(monkeypatch) -> None:
-    """As after a reload: the next workers begin while the last ones have the port."""
-    monkeypatch.setattr("lifecycle_asgi.prometheus._SECONDS_TO_NEXT_TRY", 0.01)
-    with socket.create_server(("127.0.0.1", 0)) as another:
-        port = another.getsockname()[1]
-        Admission(None, environment={}, metrics=port).close()  # type: ignore[arg-type]
-    until = time.monotonic() + 120
-    while True:
-        with suppress(OSError):
-            assert REFUSED in fetch(f"http://127.0.0.1:{port}/metrics")
-            break
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_warns_where_processes_share_a_folder_of_metrics(tmp_path: Path) -> None:

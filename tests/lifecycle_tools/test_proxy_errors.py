@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import json
 import os
 import resource
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from pkgutil import resolve_name
 import anyio
 import pytest
 from asgi_kit import http_scope
+from certificates import certificate
 from ports import free_port
 from proxy_kit import HEAD_END, Peer, raw_upstream, running_proxy
 
@@ -50,6 +53,46 @@ async def test_says_why_there_is_no_connection(tmp_path):
         assert head.startswith(b"HTTP/1.1 502")
         assert b"No connection to the upstream: " in body
         assert b"refuses" not in body
+
+
+@pytest.mark.parametrize("handshakes", [True, False])
+@pytest.mark.asyncio
+async def test_says_that_there_is_no_tls(handshakes, tmp_path):
+    """And names neither the upstream nor its address to clients."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate(tmp_path, "other.example"))
+
+    async def handle(reader, writer):
+        await reader.read(65536)
+        writer.close()
+
+    secure = context if handshakes else None  # without it, it hears no handshake
+    listening = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=secure)
+    port = listening.sockets[0].getsockname()[1]
+    async with listening, running_proxy(f"https://127.0.0.1:{port}", tmp_path) as proxy:
+        head, body = await proxy.ask(POST)
+    assert head.startswith(b"HTTP/1.1 502")
+    assert b"TLS" in body
+    assert b"127.0.0.1" not in body
+    assert b"other.example" not in body
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ((errno.ENETUNREACH, errno.ECONNREFUSED), "refuses connections"),
+        ((errno.ECONNREFUSED, errno.EADDRNOTAVAIL), "refuses connections"),
+        ((errno.ENETUNREACH, errno.EMFILE), "ulimit -n"),
+        ((errno.ENETUNREACH, errno.EHOSTUNREACH), "No route to host"),
+    ],
+)
+def test_names_the_error_that_tells_most_of_several_addresses(numbers, words):
+    """A machine without IPv6 fails at one of the two, whatever the other does."""
+    why = resolve_name("lifecycle_tools.proxy.upstream:_why")
+    error = OSError("All connection attempts failed")
+    each = [OSError(number, os.strerror(number)) for number in numbers]
+    error.__cause__ = ExceptionGroup("multiple connection attempts failed", each)
+    assert words in why(error)
 
 
 def test_says_which_limit_leaves_no_connection():

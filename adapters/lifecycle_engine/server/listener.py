@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,7 +79,8 @@ def _remove_name(listener: socket.socket) -> None:
     Of one that is closed, it may be that of the next server already.
     """
     if listener.family == socket.AF_UNIX and listener.fileno() >= 0:
-        Path(listener.getsockname()).unlink(missing_ok=True)
+        with suppress(OSError):  # what follows it is to happen in any case
+            Path(listener.getsockname()).unlink(missing_ok=True)
 
 
 class OperatorServer(uvicorn.Server):

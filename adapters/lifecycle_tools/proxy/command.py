@@ -158,7 +158,7 @@ def _check_listener(host: str, port: int, uds: str | None) -> None:
     """
     try:
         if uds is None:
-            socket.getaddrinfo(host, port)
+            socket.getaddrinfo(host or None, port, flags=socket.AI_PASSIVE)
             return
         with socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)  # the server may accept no one

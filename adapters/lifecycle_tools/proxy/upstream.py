@@ -144,7 +144,7 @@ class Upstream:
             seconds = self.timeouts.connect
             text = f"The upstream took no connection within {seconds:g} s"
             raise UpstreamTimeout(text) from None
-        except OSError as error:
+        except (OSError, anyio.BrokenResourceError, anyio.EndOfStream) as error:
             raise UpstreamError(_why(error)) from None
 
     async def _open(self) -> ByteStream:
@@ -207,15 +207,22 @@ class Upstream:
             await idle.popleft().aclose()
 
 
-def _why(error: OSError) -> str:
+def _why(error: Exception) -> str:
     """Say why there is no connection, for the log and for clients: no address."""
-    cause: object = error.__cause__ or error
-    if isinstance(cause, ExceptionGroup):  # of several addresses
-        cause = cause.exceptions[0]
-    if isinstance(cause, socket.gaierror | ssl.SSLError):
-        return f"No connection to the upstream: {cause.strerror}"
-    number = cause.errno if isinstance(cause, OSError) else None
-    if number in (None, errno.ECONNREFUSED):
+    found = [error.__cause__ or error]
+    if isinstance(found[0], ExceptionGroup):  # of several addresses
+        found = list(found[0].exceptions)
+    # A machine without IPv6 fails at one address, whatever the other one does.
+    numbers = [getattr(it, "errno", None) for it in found]
+    telling = [it for it in (errno.EMFILE, errno.ECONNREFUSED) if it in numbers]
+    cause = found[numbers.index(telling[0] if telling else numbers[-1])]
+    if isinstance(cause, ssl.SSLError):
+        return f"No TLS with the upstream: {cause.reason}"
+    if not isinstance(cause, OSError):
+        return "The upstream ended the TLS handshake"
+    if cause.errno in (None, errno.ECONNREFUSED):
         return "The upstream refuses connections"
-    remedy = "; raise the limit (ulimit -n)" if number == errno.EMFILE else ""
-    return f"No connection to the upstream: {os.strerror(number)}{remedy}"
+    if isinstance(cause, socket.gaierror):
+        return f"No connection to the upstream: {cause.strerror}"
+    remedy = "; raise the limit (ulimit -n)" if cause.errno == errno.EMFILE else ""
+    return f"No connection to the upstream: {os.strerror(cause.errno)}{remedy}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -174,9 +175,11 @@ def run(url: str, *, key: str | None = None, cacert: Path | None = None) -> None
     Raises:
         SystemExit: There is no terminal; the status is 2.
     """
-    # textual reads keys from the one and draws on the other, and waits for ever.
-    streams = (sys.__stdin__, sys.__stderr__)
-    if not all(it is not None and it.isatty() for it in streams):
+    # textual reads keys from the one and draws on the other, and waits for ever, unless
+    # another driver of its does, such as that of `textual serve`.
+    drawn_on = sys.__stdout__ if sys.platform == "win32" else sys.__stderr__
+    terminal = all(it and it.isatty() for it in (sys.__stdin__, drawn_on))
+    if not terminal and "TEXTUAL_DRIVER" not in os.environ:
         words = "lifecycle top needs a terminal as standard input and standard error"
         if sys.stderr is not None:
             sys.stderr.write(f"{words}; without one, read /_lifecycle in a browser\n")

@@ -77,7 +77,14 @@ class Arena:
         check_choice((None, *get_args(ArenaKind)), kind=kind)
         np = tensors.numpy()
         self._regions = RegionAllocator(rounded(size))
-        memory = memfd.create(self._regions.size, kind)
+        try:
+            memory = memfd.create(self._regions.size, kind)
+        except OSError as error:
+            if (remedy := memfd.REMEDIES.get(error.errno or 0)) is None:
+                raise
+            what = f"an arena of {self._regions.size} bytes: {error.strerror}"
+            how = f"{remedy}, or lower arena_bytes"
+            raise OSError(error.errno, f"{what}; {how}") from None
         self._mapping: mmap.mmap | None = memory.mapping
         self._kind, self._descriptor = memory.kind, memory.descriptor
         self._base = tensors.address_of(np.frombuffer(memory.mapping, np.uint8))

@@ -42,6 +42,14 @@ class MappedMemory:
     descriptor: int | None
 
 
+# Of limits that a user may raise, and that no other kind of memory is free of.
+REMEDIES = {
+    errno.ENOMEM: "free memory, or raise the limit on address space (ulimit -v)",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), which counts here",
+    errno.ENOSPC: "enlarge /dev/shm",
+}
+
+
 def create(size: int, kind: ArenaKind | None = None) -> MappedMemory:
     """Make `size` bytes of zeroed memory.
 
@@ -53,31 +61,14 @@ def create(size: int, kind: ArenaKind | None = None) -> MappedMemory:
     Raises:
         OSError: The system has no such memory, or not enough of it.
     """
-    try:
-        return _create(size, kind)
-    except OSError as error:
-        if (remedy := _LIMITS.get(error.errno or 0)) is None:
-            raise
-        what = f"an arena of {size} bytes: {error.strerror}"
-        raise OSError(error.errno, f"{what}; {remedy}, or lower arena_bytes") from None
-
-
-_LIMITS = {
-    errno.ENOMEM: "raise the limit on address space (ulimit -v)",
-    errno.EFBIG: "raise the limit on file sizes (ulimit -f), which counts here",
-    errno.ENOSPC: "enlarge /dev/shm",
-}
-
-
-def _create(size: int, kind: ArenaKind | None) -> MappedMemory:
     if kind is None:
         try:
-            return _create(size, "memfd")
+            return create(size, "memfd")
         except OSError as error:
             # Under a limit "shm" would take all the pages, and then fail, too.
-            if error.errno in _LIMITS:
+            if error.errno in REMEDIES:
                 raise
-            return _create(size, "shm")  # unsupported, or forbidden by a sandbox
+            return create(size, "shm")  # unsupported, or forbidden by a sandbox
     if kind == "frames":
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         return MappedMemory(

@@ -234,12 +234,14 @@ class Work:
 
     def __init__(self) -> None:
         self.ran_in: list[int] = []
-        self.noticed, self.go_on = threading.Event(), threading.Event()
+        self.at_work, self.noticed = threading.Event(), threading.Event()
+        self.go_on = threading.Event()
 
     def __iter__(self) -> Iterator[bytes]:
         self.ran_in.append(threading.get_ident())
         try:
             yield b"event\n" * 3
+            self.at_work.set()
             while not consumer_gone():
                 time.sleep(0.001)
             self.noticed.set()
@@ -292,7 +294,7 @@ async def test_keeps_the_lease_of_a_response_that_is_cancelled(times: int) -> No
         serving = asyncio.create_task(
             guarded(http_scope(), server.receive, server.send)
         )
-        await until(lambda: len(work.ran_in) > 0)
+        await until(work.at_work.is_set)  # closed before, it would end at once
         for _ in range(times):
             serving.cancel()
             await until(work.noticed.is_set)
@@ -319,13 +321,13 @@ async def test_keeps_the_bytes_of_a_request_while_its_threads_work() -> None:
     async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
         for work in works:
             tasks.create_task(read(work))
-            await until(lambda: len(work.ran_in) > 0)  # noqa: B023 - until it is true
+            await until(work.at_work.is_set)
         await request.close(0.01)
         for work in works:
             await until(work.noticed.is_set)
             assert not given_back.is_set()
             work.go_on.set()
-            await until(lambda: len(work.ran_in) > 1)  # noqa: B023
+            await until(lambda: len(work.ran_in) > 1)  # noqa: B023 - until it is true
         await until(given_back.is_set)
 
 

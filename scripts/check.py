@@ -9,7 +9,8 @@ runs shows its last line every minute, and has failed if it prints nothing for h
 hour.
 
 With --repeat, as in CI, a part of `prove` that fails runs once more, with nothing
-beside it. If it then passes, the run goes on, and its last line calls it unsteady.
+beside it: of tests, those that failed. If it then passes, the run goes on, and its last
+line calls it unsteady.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -71,10 +72,17 @@ class Part:
     Attributes:
         name: One word.
         argv: The command, or several, run one after another.
+        again: What to add where the last one runs once more.
     """
 
     name: str
     argv: tuple[tuple[str, ...], ...]
+    again: tuple[str, ...] = ()
+
+    def repeated(self) -> Part:
+        """Return the same part, to be run a second time."""
+        *first, last = self.argv
+        return replace(self, argv=(*first, last + self.again))
 
 
 def part(name: str, *argv: Sequence[str]) -> Part:
@@ -84,7 +92,10 @@ def part(name: str, *argv: Sequence[str]) -> Part:
 
 def tests(name: str, select: str, *arguments: str) -> Part:
     """Return a part that runs the tests whose markers match *select*."""
-    return part(name, [*PYTEST, "-m", select, *arguments])
+    # All of them, where the first run ended without a word of which had failed.
+    kept = f"--override-ini=cache_dir={LOGS / name}.cache"
+    run_tests = part(name, [*PYTEST, kept, "-m", select, *arguments])
+    return replace(run_tests, again=("--last-failed",))
 
 
 def make(target: str) -> Part:
@@ -322,7 +333,7 @@ def run_all(
             if not repeat:
                 return failed, unsteady
             print(f"{failed.name} failed; once more, and alone", flush=True)
-            if run([failed]):
+            if run([failed.repeated()]):
                 return failed, unsteady
             unsteady.append(failed)
     return None, unsteady

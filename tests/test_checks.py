@@ -207,6 +207,17 @@ def test_repeats_a_part_with_nothing_beside_it(run: Any, tmp_path: Path) -> None
     assert printed.splitlines()[-1] == f"unsteady: fails{UNLISTED}"
 
 
+@pytest.mark.thorough
+def test_repeats_only_the_tests_that_failed(run: Any, tmp_path: Path) -> None:
+    """What has passed would only get another chance to fail."""
+    path = tmp_path / "test_two.py"
+    path.write_text(
+        "import os\ndef test_good(): os.mkdir(__file__ + '.good')\n"
+        "def test_bad(): assert os.path.exists(p := __file__ + '.bad') or os.mkdir(p)"
+    )
+    assert run((check.tests("two", "not slow", str(path)),), only=("--repeat",))[0] == 0
+
+
 def test_repeats_nothing_unless_it_is_asked_to(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,12 +67,12 @@ def server() -> Iterator[int]:
         yield port
     finally:
         process.terminate()
-        process.communicate(timeout=10)
+        process.communicate(timeout=120)
 
 
 def ask(port: int, path: str) -> tuple[int, dict[str, str], str]:
     """Return status, headers and body of a GET."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -91,7 +91,7 @@ def test_refuses_what_can_never_fit(server: int) -> None:
 
 def test_admits_next_when_client_leaves(server: int) -> None:
     """The example releases the lease of a client that disconnects."""
-    leaver = http.client.HTTPConnection("127.0.0.1", server, timeout=10)
+    leaver = http.client.HTTPConnection("127.0.0.1", server, timeout=120)
     leaver.request("GET", "/thumbnail?pixels=2000000&seconds=3600")
     wait_for(server, '"bytes_in_use":6000000')
     leaver.close()

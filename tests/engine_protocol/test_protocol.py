@@ -261,7 +261,7 @@ async def test_payload_is_dead_at_hand_off_on_both_sides(
             del array
             stream = await engine.start("a", {"hold": True}, box)
             assert box.taken
-            await eventually(lambda: watch() is None, seconds=5)
+            await eventually(lambda: watch() is None)
         finally:
             gc.enable()
 
@@ -289,7 +289,7 @@ async def test_payload_is_dead_when_refused(make_engine: Any, eventually: Any) -
         except RequestRejected as error:
             kept = error
         assert kept is not None
-        await eventually(lambda: watch() is None, seconds=5)
+        await eventually(lambda: watch() is None)
 
         async def released() -> bool:
             return not (await engine.status())["backend"]["tensors_alive"]

@@ -264,7 +264,7 @@ async def test_leaves_nothing_where_it_lost_patience(ask: str, blocking: bool) -
     processor = GatedProcessor()
     async with asyncio.timeout(120), running(processor=processor) as server:
         with pytest.raises((openai.APITimeoutError, anthropic.APITimeoutError)):
-            await whole(server, ask, blocking=blocking, timeout=0.3, max_retries=0)
+            await whole(server, ask, blocking=blocking, timeout=1.0, max_retries=0)
         await server.until(lambda: not server.service.sessions.live())
         processor.release.set()
         status = await server.quiet()

@@ -33,7 +33,7 @@ async def test_lets_several_tasks_wait_at_rest() -> None:
     async def get() -> None:
         got.append(await buffer.get())
 
-    with anyio.fail_after(10):
+    with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(get)
             tasks.start_soon(get)

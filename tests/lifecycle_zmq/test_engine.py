@@ -482,7 +482,7 @@ async def test_closing_is_finished_when_its_task_is_cancelled(
             assert await anext(await engine.start("a#1", stuck)) == [0]
             leaves.set()
 
-    with anyio.fail_after(15):
+    with anyio.fail_after(45):
         serving = asyncio.create_task(serve())
         await leaves.wait()
         assert engine.health == "closed"

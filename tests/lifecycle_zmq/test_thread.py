@@ -67,7 +67,7 @@ async def test_payloads_die_with_the_backend_that_had_them(eventually: Any) -> N
         """One that can be referred to weakly."""
 
     async with ThreadEngine(Fatal, restarts=Restarts(backoff=60)) as engine:
-        with anyio.fail_after(15):
+        with anyio.fail_after(45):
             await engine.wait_ready()
             array = np.zeros(2**20, np.uint8).view(Array)
             dead = weakref.ref(array)

@@ -92,7 +92,7 @@ def part(name: str, *argv: Sequence[str]) -> Part:
 
 def tests(name: str, select: str, *arguments: str) -> Part:
     """Return a part that runs the tests whose markers match *select*."""
-    # All of them, where the first run ended without a word of which had failed.
+    # To repeat only those that failed. A cache of its own knows of no earlier run.
     kept = f"--override-ini=cache_dir={LOGS / name}.cache"
     run_tests = part(name, [*PYTEST, kept, "-m", select, *arguments])
     return replace(run_tests, again=("--last-failed",))
@@ -258,7 +258,7 @@ class Running:
             with self.log.open("a") as output:
                 silence = f"ended after {MOST_SILENT_SECONDS:.0f} s without output"
                 output.write(f"\n{self.part.name}: {silence}\n")
-            return 1
+            return 124  # as `timeout` says it
         return status
 
     def _silent_seconds(self) -> float:
@@ -292,7 +292,11 @@ class Running:
 
 
 def run(group: Sequence[Part]) -> list[Part]:
-    """Run parts side by side; return one that failed, and those that it cut short."""
+    """Run parts side by side.
+
+    Returns:
+        One that failed, as it is to be repeated, and those that it cut short.
+    """
     running = [Running(each, LOGS / f"{each.name}.log") for each in group]
     try:
         while running:
@@ -304,7 +308,9 @@ def run(group: Sequence[Part]) -> list[Part]:
                 running.remove(each)
                 if status != 0:
                     sys.stderr.write(each.log.read_text(errors="replace"))
-                    return [each.part, *(it.part for it in running)]
+                    # With any other status, pytest has left out tests that never ran.
+                    part = each.part.repeated() if status == 1 else each.part
+                    return [part, *(it.part for it in running)]
                 print(each.line(), flush=True)
             time.sleep(0.05)
     finally:
@@ -333,7 +339,7 @@ def run_all(
             if not repeat:
                 return failed, unsteady
             print(f"{failed.name} failed; once more, and alone", flush=True)
-            if run([failed.repeated()]):
+            if run([failed]):
                 return failed, unsteady
             unsteady.append(failed)
     return None, unsteady

@@ -216,6 +216,9 @@ def test_repeats_only_the_tests_that_failed(run: Any, tmp_path: Path) -> None:
         "def test_bad(): assert os.path.exists(p := __file__ + '.bad') or os.mkdir(p)"
     )
     assert run((check.tests("two", "not slow", str(path)),), only=("--repeat",))[0] == 0
+    # Ended early, pytest knows nothing of the others.
+    ended = check.Part("ended", (tuple(python("raise SystemExit(2)")),), ("-c",))
+    assert check.run([ended]) == [ended]
 
 
 def test_repeats_nothing_unless_it_is_asked_to(

@@ -46,7 +46,7 @@ MOST_FILES_OF_ADMISSION = 16
 # by name, with lists and logs for the operator, 300, `transformers serve` 160,
 # WebSockets through the proxy 400, an order for overload 150, LitServe 300, and machines
 # that lack or forbid something 150.
-MOST_LINES = {"product": 50_650, "benchmarks": 7_950, "repository": 905}
+MOST_LINES = {"product": 50_650, "benchmarks": 7_950, "repository": 910}
 # What tests the repository itself, and nothing that it installs.
 OF_THE_REPOSITORY = ("architecture", "checks", "house", "layout", "words")
 

@@ -107,8 +107,10 @@ class _Crowd:
         return self.rng.choice(list(self.live))
 
     def kill(self, log: Path) -> None:
+        # From now on others may get what it held. Noted after the kill, this would come
+        # too late on a busy machine.
+        self.deaths[log] = time.monotonic()
         self.live[log].kill()
-        self.deaths[log] = time.monotonic()  # others may get what it held from now on
         self.live.pop(log).wait()
 
     def stop(self, log: Path) -> None:

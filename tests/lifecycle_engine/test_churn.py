@@ -22,8 +22,8 @@ def test_everything_is_freed_after_clients_that_disconnect(
 ) -> None:
     """A part of the full run: slots, arena, payloads, descriptors, threads, memory."""
     out = tmp_path / "seen.json"
-    # So few requests are still part of the warm-up of the allocators, which ends at some
-    # 40 MB more; what 10,000 leave behind is in benchmarks/results.
+    # So few requests are still part of the warm-up of the allocators, which took 29 MB
+    # in one run; benchmarks/results has what 10,000 leave behind.
     options = ["--requests=160", "--warm-up=80", "--parts=2", "--slack=64"]
     done = subprocess.run(
         [sys.executable, CHURN, *options, f"--json={out}", "--", *engine],

@@ -51,6 +51,7 @@ def check(tmp_path: Path, *options: str, path: Path | None = None) -> tuple[str,
 def test_gpu_check_runs_on_the_cpu(tmp_path: Path) -> None:
     """Everything but the CUDA calls is tested without a GPU."""
     options = ["--batch", "2", "--concurrent", "2", "--requests", "4"]
+    options += ["--budget", "1800"]  # a busy machine leaves nothing out, either
     _, report = check(tmp_path, *options, "--skip", "identity", "--skip", "death")
     parts = {"decode", "copies", "arena", "memory", "prefill", "scheduler"}
     assert parts <= set(report)
